@@ -115,9 +115,11 @@ def test_bytes_and_words_with_spaces_come_out_as_one_decoding_has_them(
 # Stop strings
 
 
-def until_stop(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The text up to the stop string that is complete first; of several, up to the one that began first."""
-    for end in range(1, len(text) + 1):
+def until_stop(text: str, stops: list[str], least: int = 0) -> tuple[str, bool]:
+    """The text up to the stop string that is complete first beyond `least` characters, of several up to the one that began
+    first; it may begin before `least`.
+    """
+    for end in range(least + 1, len(text) + 1):
         begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if begins:
             return text[: min(begins)], True
@@ -153,15 +155,6 @@ def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops
     assert feed(stops, list(text))[:2] == wanted
 
 
-def first_end(text: str, stops: list[str], least: int) -> tuple[str, bool]:
-    """The text up to the stop string that is complete first beyond `least` characters; it may begin before them."""
-    for end in range(least + 1, len(text) + 1):
-        begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if begins:
-            return text[: min(begins)], True
-    return text, False
-
-
 @given(
     st.lists(letters, max_size=12), st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3), st.integers(0, 12)
 )
@@ -171,7 +164,7 @@ def first_end(text: str, stops: list[str], least: int) -> tuple[str, bool]:
 def test_a_stop_string_may_begin_where_it_may_not_end(pieces: list[str], stops: list[str], first: int) -> None:
     """As where it straddles min_tokens. first: pieces in which none ends."""
     finder, shown = StopFinder(stops), ""
-    wanted = first_end("".join(pieces), stops, len("".join(pieces[:first])))
+    wanted = until_stop("".join(pieces), stops, len("".join(pieces[:first])))
     for number, piece in enumerate(pieces):
         text, stopped = finder.push(piece, number >= first)
         shown += text
