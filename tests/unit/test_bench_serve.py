@@ -135,7 +135,7 @@ def test_targets_take_their_gpus_before_the_draft(tmp_path: Path) -> None:
             started[tuple(gpus)] = command
             return processes.enter_context(subprocess.Popen(["echo", SAID], stdout=stdout, text=True))
 
-        Deployment(start, tmp_path, pair, Room(2, 100), lambda: 10.0).start()
+        Deployment(start, tmp_path, pair, Room(2, 100), 10.0).start()
     assert list(started) == [(3, 0), (1, 2), (4,), ()]  # the last ones are the endpoints
     ranks = [command[command.index("--tensor-parallel-size") + 1] for command in (started[3, 0], started[1, 2])]
     assert ranks == ["2", "2"] and "--tensor-parallel-size" not in started[4,]

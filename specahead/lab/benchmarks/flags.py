@@ -179,7 +179,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=60, metavar="N", help="of each rate of --arrivals")
     parser.add_argument("--breakdown", action="store_true", help="say what a round waits for")
     parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of all services, quoted")
-    parser.add_argument("--limit", type=float, default=0, metavar="S", help="end after S seconds (0: when all is done)")
     parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
     parser.add_argument("--json", metavar="FILE", help="written after each row")
 

@@ -11,14 +11,12 @@ import contextlib
 import itertools
 import json
 import shlex
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import grpc
@@ -49,19 +47,12 @@ class _Run:
     shapes: list[Shape]
     """In the order of their rows."""
     results: Results
-    ends: float
-    """When the command has to end, by time.monotonic."""
-
-    def seconds(self) -> float:
-        """Return how long the next part may take."""
-        return max(1.0, min(self.flags.part_limit, self.ends - time.monotonic()))
 
 
 def run(flags: argparse.Namespace) -> None:
     """Measure, print each row as it comes, and write all of them to the JSON file if one is named.
 
-    Raises ValueError for flags that give nothing to measure, TimeoutError at the limit, ChildProcessError if a service
-    or a row failed.
+    Raises ValueError for flags that give nothing to measure, ChildProcessError if a service or a row failed.
     """
     shapes = [Shape.parse(text) for text in flags.shapes]
     overrides = [read_speculation(text) for text in flags.speculation]
@@ -74,15 +65,13 @@ def run(flags: argparse.Namespace) -> None:
         "services": _describe_services(pairs[0]),
         "command": shlex.join(["specahead", *_command(flags)]),
     }
-    ends = time.monotonic() + flags.limit if flags.limit else float("inf")
-    measured = _Run(flags, shapes, Results(head, flags.json), ends)
+    measured = _Run(flags, shapes, Results(head, flags.json))
     results = measured.results
     results.begin()
-    with _time_limit(flags.limit):
-        if "none" in flags.modes and flags.draft not in ("model", "none"):
-            _measure_deployment(measured, replace(pairs[0], draft="none", speculation={}), shapes)
-        for pair in pairs:
-            _measure_deployment(measured, pair, shapes)
+    if "none" in flags.modes and flags.draft not in ("model", "none"):
+        _measure_deployment(measured, replace(pairs[0], draft="none", speculation={}), shapes)
+    for pair in pairs:
+        _measure_deployment(measured, pair, shapes)
     print(f"\n{LEGEND}")
     if results.failures:
         raise ChildProcessError(f"{len(results.failures)} parts failed: {'; '.join(results.failures)}")
@@ -144,35 +133,19 @@ def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
     least = 8 * (most + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with {most} proposed a round it takes {least} to time rounds")
-    if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0 or flags.limit < 0:
-        raise ValueError("--repeat and --part-limit must be positive, --targets and --limit at least 0")
+    if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0:
+        raise ValueError("--repeat and --part-limit must be positive, --targets at least 0")
     if flags.draft == "none" and "none" not in flags.modes:
         raise ValueError("--draft none measures targets alone: give none among --modes, or another --draft")
     if not (flags.shapes or flags.agents or flags.arrivals):
         raise ValueError("expected --shapes, --agents or --arrivals to measure")
 
 
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block when the time is over; 0: never."""
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"the limit of {seconds:g} s is reached; rows so far stand above")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape]) -> None:
     """Start the services for these shapes and measure all their rows."""
     flags, room = run.flags, _room(run, pair, shapes)
     with tempfile.TemporaryDirectory() as folder, children() as start, _noted_failure(run, "services"):
-        deployment = Deployment(start, Path(folder), pair, room, run.seconds, flags.breakdown)
+        deployment = Deployment(start, Path(folder), pair, room, flags.part_limit, flags.breakdown)
         endpoints = deployment.start()
         address = endpoints.grpc
         run.results.starts.append(deployment.start_seconds)
@@ -214,7 +187,7 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
     add_agents_flags(parser)
     of_mode = ["none", "exact", "approximate"].index(way.mode)  # no mode finds another's prompts
     flags = ["--url", url, "--exactness", "exact" if way.mode == "none" else way.mode, "--seed", str(of_mode)]
-    flags += ["--context", *map(str, asked.agent_context), "--timeout", str(run.seconds())]
+    flags += ["--context", *map(str, asked.agent_context), "--timeout", str(asked.part_limit)]
     with _noted_failure(run, f"agents, {way}"):
         note(f"agents, {way}")
         began = time.perf_counter()
@@ -315,7 +288,7 @@ def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str,
     most: runs at most, where the target decides whether to draft. Raises ValueError if it takes longer than a part may.
     """
     began = time.monotonic()
-    limit = began + run.seconds()
+    limit = began + run.flags.part_limit
     tries = itertools.count(1)
     while (share := try_rounds().plain_share) > MOST_PLAIN and next(tries) != most:
         if time.monotonic() > limit:
@@ -326,4 +299,4 @@ def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str,
 
 
 def _load(run: _Run, name: str, shape: Shape, tokens: int, exactness: str, seed: int) -> Load:
-    return Load(name, shape.sessions, shape.context, tokens, exactness, seed, run.seconds())
+    return Load(name, shape.sessions, shape.context, tokens, exactness, seed, run.flags.part_limit)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,8 @@ class Room:
 class Deployment:
     """Targets, a draft for all of them, and endpoints over all targets, in a folder of their own."""
 
-    def __init__(
-        self, start: Start, folder: Path, pair: Pair, room: Room, seconds: Callable[[], float], timed: bool = False
-    ) -> None:
-        """start: starts a process (processes.py). seconds: returns how long the next start may take. timed: whether the
+    def __init__(self, start: Start, folder: Path, pair: Pair, room: Room, seconds: float, timed: bool = False) -> None:
+        """start: starts a process (processes.py). seconds: how long each start may take. timed: whether the
         services write timelines.
         """
         self.folder, self.pair = folder, pair
@@ -141,7 +139,7 @@ class Deployment:
             self._wait_for(name, process)
         if "draft" in self._addresses and not apart:  # it takes the memory that the targets leave
             self._wait_for("draft", self._launch("draft"))
-        addresses = wait_for_endpoints(endpoints, self._seconds())
+        addresses = wait_for_endpoints(endpoints, self._seconds)
         note(f"clients are served after {time.monotonic() - began:.1f} s")
         return addresses
 
@@ -150,7 +148,7 @@ class Deployment:
 
         Raises TimeoutError if that takes too long.
         """
-        began, limit = time.monotonic(), self._seconds()
+        began, limit = time.monotonic(), self._seconds
         while not all(map(self._is_prepared, self.start_seconds)):
             if time.monotonic() - began > limit:
                 raise TimeoutError(f"after {limit:.0f} s the services are still not ready for all kinds of steps")
@@ -237,7 +235,7 @@ class Deployment:
         return own
 
     def _wait_for(self, name: str, process: "subprocess.Popen[str]") -> None:
-        wait_for_service(process, self._seconds())
+        wait_for_service(process, self._seconds)
         self.start_seconds[name] = time.monotonic() - self._launched[name]
         note(f"{name} serves after {self.start_seconds[name]:.1f} s")
 
