@@ -116,8 +116,9 @@ def test_bytes_and_words_with_spaces_come_out_as_one_decoding_has_them(
 
 
 def until_stop(text: str, stops: list[str], least: int = 0) -> tuple[str, bool]:
-    """The text up to the stop string that is complete first beyond `least` characters, of several up to the one that began
-    first; it may begin before `least`.
+    """The text up to the stop string that is complete first beyond `least` characters; it may begin before them.
+
+    Of several that are complete there, up to the one that began first.
     """
     for end in range(least + 1, len(text) + 1):
         begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
