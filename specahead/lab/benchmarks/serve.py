@@ -201,7 +201,8 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
 
 
 def _room(run: _Run, pair: Pair, shapes: list[Shape]) -> Room:
-    longest = max((shape.context + run.flags.tokens for shape in shapes), default=0)
+    most = max(run.flags.tokens, TRIED_ROUNDS * (most_gamma(pair.speculation) + 1))  # that a session generates
+    longest = max((shape.context + most for shape in shapes), default=0)
     sessions = max([shape.sessions for shape in shapes] + run.flags.agents, default=1)
     if run.flags.agents:  # which warm up by 16 requests at once
         sessions, longest = max(sessions, 16), max(longest, run.flags.agent_context[1] + _AGENTS_GROW)
