@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import geometric_mean
 from threading import Thread
 from typing import Any
 
@@ -262,7 +263,10 @@ def test_servers_take_turns_and_the_first_is_compared_with_the_best_other(
         logs = {str(prompt) for body in asked[0] if len(prompt := json.loads(body)["prompt"]) > 200}
         assert len(logs) == 2 * (1 + 2)
         assert all('"exactness": "approximate"' in body and '"temperature": 0.8' in body for body in asked[0])
-        assert "1 over the best other, geometric mean: 0." in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "1 over the best other, geometric mean: 0." in printed
+        firsts = [row["servers"][0]["tokens_a_second"] for row in rows]
+        assert f"tokens/s, geometric mean: {geometric_mean(firsts):.1f}, " in printed
         for wrong, words in (
             (("--plan", str(PLAN)), "name one --url"),
             (("--generated", "2"), "came in one piece"),

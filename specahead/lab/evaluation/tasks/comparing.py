@@ -171,7 +171,10 @@ def to_text(rows: Sequence[ComparedRow]) -> str:
     head = ["task", "exactness", "context", "temperature", "at once"]
     head += [f"{number}: {name}" for number in numbers for name in ("accepted", "KV read", "tokens/s", "decoding")]
     over = [row.over_best[0] for row in rows]
+    # A row is short, so that the best of several others is often the luckiest one: the means of all rows say more.
+    means = [geometric_mean(row.servers[number - 1].tokens_a_second for row in rows) for number in numbers]
     last = f"1 over the best other, geometric mean: {geometric_mean(over):.3f}; least {min(over):.3f}"
+    last += f"\ntokens/s, geometric mean: {', '.join(f'{each:.1f}' for each in means)}"
     return "\n".join([align([[*head, "1 over best", "95 %"], *map(_cells, rows)]), last])
 
 
