@@ -4,10 +4,12 @@ Both sides derive the rows and the number of blocks from the plan.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specahead.engine.steps.announcing import Announcer, announce_blocks
 from specahead.sparsity.plan import Plan
@@ -46,21 +48,35 @@ def announced_limits(plan: Plan, base: int) -> tuple[int, int, int]:
 
 
 def announce(evidence: Tensor, plan: Plan, base: int, last: BlockSelection | None = None) -> BlockSelection:
-    """Return the announcement of one round, by what a draft's round runs on the device of the evidence.
+    """Return the announcement of one round (`announce_rounds`)."""
+    return announce_rounds([evidence], plan, [base], last)[0]
 
-    evidence: [draft_layers, draft_heads, blocks or more], the draft's weights on the blocks of `base` tokens
-    last: the announcement of the round before, if it is known
+
+def announce_rounds(
+    evidence: Sequence[Tensor], plan: Plan, bases: Sequence[int], last: BlockSelection | None = None
+) -> list[BlockSelection]:
+    """Return the announcements of successive rounds, by what a draft's round runs on the device of the evidence.
+
+    The host waits for the device once.
+    evidence: for each round [draft_layers, draft_heads, blocks or more], the draft's weights on blocks
+    bases: the committed tokens of each round, which do not fall
+    last: the announcement of the round before the first one, if it is known
     """
-    blocks, announcer = plan.num_blocks(base), announcer_of(plan)
-    before = torch.zeros(1, len(announcer.heads), row_words(blocks), dtype=torch.int64)
+    device, blocks, announcer = evidence[0].device, [plan.num_blocks(base) for base in bases], announcer_of(plan)
+    before = torch.zeros(1, len(announcer.heads), row_words(blocks[0]), dtype=torch.int64)
     if last is not None:
-        before[0] = torch.from_numpy(last.resized(blocks).words.view(np.int64).copy())
-    limits = torch.tensor(announced_limits(plan, base), dtype=torch.int32)[:, None]
-    device = evidence.device
-    weights = evidence[None, ..., :blocks].float().contiguous()
-    bitmaps = announce_blocks(announcer.to(device), weights, before.to(device), limits.to(device))
-    words = bitmaps[0].cpu().numpy().view(np.uint64)
-    return BlockSelection(len(words), blocks, words)
+        before[0] = torch.from_numpy(last.resized(blocks[0]).words.view(np.int64).copy())
+    limits = torch.tensor([announced_limits(plan, base) for base in bases], dtype=torch.int32, device=device)
+    before, announcer, bitmaps = before.to(device), announcer.to(device), list[Tensor]()
+    for of_round, count, limit in zip(evidence, blocks, limits, strict=True):
+        weights = of_round[None, ..., :count].float().contiguous()
+        before = pad(before, (0, row_words(count) - before.shape[2]))
+        before = announce_blocks(announcer, weights, before, limit[:, None].clone())  # kernels take aligned tensors
+        bitmaps.append(before)
+    widest = bitmaps[-1].shape[2]
+    words = torch.cat([pad(each, (0, widest - each.shape[2])) for each in bitmaps]).cpu().numpy().view(np.uint64)
+    rows = len(announcer.heads)
+    return [BlockSelection(rows, n, each[:, : row_words(n)].copy()) for n, each in zip(blocks, words, strict=True)]
 
 
 def shared_room(plan: Plan, base: int, blocks: int) -> int:

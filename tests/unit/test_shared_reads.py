@@ -87,7 +87,7 @@ def test_rounds_read_and_remember_the_same(gamma: int) -> None:
             for reader, output in zip(mine, outputs, strict=True):
                 reader.finish(output)
             logits.append([output.logits.cpu() for output in outputs])  # type: ignore[union-attr]
-            blocks.append([output.blocks for output in outputs])
+            blocks.append([None if output.blocks is None else output.blocks.cpu() for output in outputs])
             for i, kv in enumerate(held):  # some are rejected
                 runner.kv.truncate(kv, kv.length - (turn + i) % 3)
         for one, two in zip(*logits, strict=True):

@@ -100,10 +100,10 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
     item = SequenceInput(twin, TOKENS[PREFIX:], "all")
     reader.read(Rounds(PREFIX, len(TOKENS) - PREFIX, 1), torch.zeros(1, 1, 1, -(-len(TOKENS) // block_size)))
     logits = forward_attending(runner, item.kv, item.tokens, reader.attend(runner, item))
-    (given,) = reader.finish()
+    given = reader.finish()
     runner.kv.release(twin)
     assert twin.length == 0
-    for read, mask in zip(given.chosen, selector.chosen, strict=True):
+    for read, mask in zip(given.chosen[0], selector.chosen, strict=True):
         wanted = torch.ones_like(read) if mask is None else mask
         assert torch.equal(read, wanted)
     return logits

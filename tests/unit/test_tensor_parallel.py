@@ -368,7 +368,7 @@ def check_one_budget(runners: Both, rounds: int) -> None:
             for reader, output in zip(readers, outputs, strict=True):
                 reader.finish(output)
                 assert output.blocks is not None
-                blocks.append(output.blocks)
+                blocks.append(output.blocks.cpu())
                 read.append(output.blocks_read)
         chosen.append(blocks)
         counts.append(read)

@@ -165,7 +165,7 @@ class SequenceOutput:
     blocks_read: int | None = None
     """Blocks read over all sparse layers and heads, where a budget was shared out."""
     blocks: Tensor | None = None
-    """bool [layers, kv_heads, blocks] on the CPU, the blocks that were read, if asked for."""
+    """bool [layers, kv_heads, blocks] on the pass's device, the blocks that were read, if asked for."""
     tokens_fetched: int = 0
     """(layer, KV head, token) triples that came from the backing store."""
     verdict: tuple[int, int] | None = None

@@ -4,7 +4,7 @@ Several rounds run in one pass: the KV of a token is written by its own round's 
 run by `lab.evaluation.attending`.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,21 +17,27 @@ from specahead.kernels.paged_attention import Batch, BlockLists, paged_attention
 from specahead.kernels.selection import compact
 from specahead.lab.evaluation.choice import Rounds
 from specahead.lab.evaluation.just_in_time import JustInTime, SequenceKeys
-from specahead.lab.evaluation.methods import Rival, rival_of
+from specahead.lab.evaluation.methods import Rival
 from specahead.sparsity.plan import Plan
-from specahead.sparsity.reader import Reader
 
 
 @dataclass(frozen=True)
 class BlocksRead:
-    """What a round read."""
+    """What the rounds of a pass read."""
 
     chosen: Tensor
-    """bool [layers, kv_heads, blocks] on the CPU."""
-    tokens: float
-    """Tokens of KV that the heads read, summaries included."""
-    present: int
-    """Tokens of KV that there were."""
+    """bool [rounds, layers, kv_heads, blocks of the last one], on the device."""
+    blocks: list[int]
+    """How many blocks there were in each round."""
+    summaries: list[float]
+    """Tokens of KV that summaries are worth which all heads together read in each round."""
+
+
+def all_blocks(plan: Plan, rounds: Rounds, device: torch.device) -> Tensor:
+    """Return the blocks that there are in each round, as `BlocksRead.chosen` has them."""
+    sizes = torch.tensor([plan.num_blocks(length) for length in rounds.lengths], device=device)
+    there = torch.arange(plan.num_blocks(rounds.last), device=device) < sizes[:, None, None, None]
+    return there.repeat(1, plan.target_layers, plan.target_kv_heads, 1)
 
 
 @dataclass
@@ -78,22 +84,13 @@ class LayerReader:
 
         return attend
 
-    def finish(self) -> list[BlocksRead]:
-        """Return what each round of the pass read."""
-        plan, masks, reads = self.plan, {layer: mask.cpu() for layer, mask in self._masks.items()}, []
-        for i, (base, length) in enumerate(zip(self._rounds.bases, self._rounds.lengths, strict=True)):
-            chosen = torch.ones(plan.target_layers, plan.target_kv_heads, plan.num_blocks(length), dtype=torch.bool)
-            for layer, mask in masks.items():
-                chosen[layer] = mask[i, :, : chosen.shape[2]]
-            summaries = self.rival.summaries(plan, base) * len(plan.sparse_layers) * plan.target_kv_heads
-            tokens = float(chosen.sum()) * plan.block_size + summaries
-            reads.append(BlocksRead(chosen, tokens, chosen.numel() * plan.block_size))
-        return reads
-
-
-def make_reader(method: str, plan: Plan) -> Reader | LayerReader:
-    """Return what says what the rounds of a method read. Raises PlanError for an unknown name."""
-    rival = rival_of(method)
-    if rival is not None:
-        return LayerReader(rival, plan)
-    return Reader(replace(plan, budget=1.0)) if method == "dense" else Reader(plan, report_blocks=True)
+    def finish(self) -> BlocksRead:
+        """Return what the rounds of the pass read."""
+        plan, rounds = self.plan, self._rounds
+        device = next((mask.device for mask in self._masks.values()), torch.device("cpu"))
+        chosen = all_blocks(plan, rounds, device)
+        for layer, mask in self._masks.items():
+            chosen[:, layer] &= mask
+        heads = len(plan.sparse_layers) * plan.target_kv_heads
+        blocks = [plan.num_blocks(length) for length in rounds.lengths]
+        return BlocksRead(chosen, blocks, [self.rival.summaries(plan, base) * heads for base in rounds.bases])

@@ -102,8 +102,10 @@ def report_part(part: tuple[Any, ...]) -> None:
 def _begin(make: Callable[[], Any], rounds: Any, parts: Any, threads: int) -> None:
     global _make, _rounds, _parts
     _make, _rounds, _parts = make, rounds, parts
-    if default_device() == "cpu":
-        torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
+    # Beside a GPU a worker has little for threads to do. Where other processes take their cores, threads that wait for
+    # one another make an operation of a millisecond take hundreds.
+    threads = threads if default_device() == "cpu" else 1
+    torch.set_num_threads(min(threads, torch.get_num_threads()))  # OMP_NUM_THREADS may say fewer
 
 
 def _count(asked: int, cases: int, memory: int) -> int:
