@@ -24,7 +24,8 @@ from specahead.lab.evaluation.drafts import DraftStudy
 from specahead.lab.evaluation.flags import add_evaluate_flags
 from specahead.lab.evaluation.methods import RIVALS
 from specahead.lab.evaluation.models import load_runner
-from specahead.lab.evaluation.rounds import Variant, VariantSums, evaluate_case, prefill
+from specahead.lab.evaluation.readers import BlocksRead
+from specahead.lab.evaluation.rounds import Variant, VariantSums, count_blocks, evaluate_case, prefill
 from specahead.lab.evaluation.run import Pair, variants_of
 from specahead.models import DEMO_TEXT
 from specahead.sparsity.rounds import round_settings
@@ -100,6 +101,19 @@ def test_every_method_runs_and_reads_what_it_says(
         if row.method in ("ahead", "specattn"):
             assert row.kv_read <= 0.25 + 0.01
     assert pair[1].kv.pool.held == 0
+
+
+def test_blocks_are_counted_as_round_after_round_reads_them() -> None:
+    """Two rounds in a first pass of 4 blocks, one in a second of 5; rows are one layer and two heads."""
+    rounds = [["1100", "1000"], ["0110", "1000"], ["11001", "10000"]]
+    first, second, third = (torch.tensor([[[bit == "1" for bit in row] for row in each]]) for each in rounds)
+    reads = [BlocksRead(torch.stack((first, second)), [4, 4], [0.5, 0.0]), BlocksRead(third[None], [5], [0.0])]
+    sums = VariantSums()
+    count_blocks(sums, reads, 16)
+    assert (sums.read, sums.present) == (16 * 10 + 0.5, 16 * (8 + 8 + 10))
+    assert (sums.blocks, sums.rounds, sums.compared) == (10, 3, 7)
+    assert sums.fresh == [1 + 2, 1 + 1, 2, 2, 2, 2], "the third round reads a block of the first again, and a new one"
+    assert sums.hot[:2] == pytest.approx([3 / 8 + 3 / 10, 3 / 8 + 4 / 10])
 
 
 @pytest.mark.parametrize("kind", sorted(cases.RECALL))

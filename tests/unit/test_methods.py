@@ -10,7 +10,7 @@ from torch import Tensor
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.lab.evaluation.choice import Rounds, choose, mandatory
-from specahead.sparsity.announce import LEAST_WINDOW, announce, shared_room, summary_tokens
+from specahead.sparsity.announce import LEAST_WINDOW, announce, announce_rounds, shared_room, summary_tokens
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
@@ -81,6 +81,20 @@ def test_ahead_announces_the_best_of_all_heads(seed: int) -> None:
     assert {(int(h), int(b)) for h, b in found} == ahead_reference(evidence_of(seed), plan)
     rows = matrix.sum(1)
     assert rows.max() > rows.min(), "one budget: heads differ"
+
+
+def test_rounds_are_announced_together_as_one_by_one() -> None:
+    """The context grows from less than a word of blocks to more."""
+    plan, bases = plan_with(), [BASE, BASE + 16 * 10, BASE + 16 * 40, BASE + 16 * 40]
+    generator = torch.Generator().manual_seed(0)
+    draft_heads = evidence_of(0).shape[1:-1]
+    evidence = [torch.rand(*draft_heads, 128, generator=generator) for _ in bases]
+    one_by_one = [announce(evidence[0], plan, bases[0])]
+    for weights, base in zip(evidence[1:], bases[1:], strict=True):
+        one_by_one.append(announce(weights, plan, base, one_by_one[-1]))
+    for one, other in zip(announce_rounds(evidence, plan, bases), one_by_one, strict=True):
+        assert one.num_blocks == other.num_blocks
+        assert (one.words == other.words).all()
 
 
 def test_the_shared_room_counts_everything_that_is_read() -> None:
