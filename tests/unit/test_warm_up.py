@@ -27,7 +27,7 @@ from specahead.engine.sampling.logit_rules import rules_of
 from specahead.engine.staging import Buffers
 from specahead.engine.steps import warm_up
 from specahead.engine.steps.graphs import LEAST_FREE, Captured, Graphs, free_memory
-from specahead.engine.steps.grouping import StepLimits
+from specahead.engine.steps.grouping import StepLimits, join_rounds, kind_of
 from specahead.engine.steps.inputs import Logits, SequenceInput, SequenceOutput, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import JudgeShape, PassShape
@@ -176,8 +176,7 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
     limits, kv = StepLimits(pages=8, step_queries=5, queries=16, vocab=vocab), KVCache(1, 1, 2, 8)
 
     def shape_of(top_k: int, support: int) -> PassShape:
-        supports = [Support(np.arange(support), np.full(support, 1 / support, np.float32))]
-        drafted = Drafted([0], supports, Sampling(1.0, top_k=top_k), 7)
+        drafted = Drafted([0], [support_of(support)], Sampling(1.0, top_k=top_k), 7)
         return step_shape([SequenceInput(SequenceKV(), [0, 0], "all", drafted=drafted)], kv, limits)
 
     def judged(top_k: int, support: int) -> JudgeShape:
@@ -194,35 +193,47 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
 
 
 @pytest.mark.usefixtures("captures")
-def test_no_step_that_screens_or_confirms_is_captured_for_a_request() -> None:
-    """Whatever is held and proposed, and whether the KV that is read is weighed. The target is deterministic."""
-    settings = target_settings(hold=8, gamma=GAMMA, screening_quantization="fp8", deterministic=True)
-    runner, plan = runner_of(models.TARGET, settings.widest_round, deterministic=True), bundled_plan()
-    verifier = Verifier(runner, plan, settings)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_no_mix_of_rounds_is_captured_for_a_request(deterministic: bool, quantization: str) -> None:
+    """Rounds that screen run beside some that confirm, and beside long ones that a text proposes.
+
+    quantization: of the weights by which rounds screen where no others run beside them.
+    """
+    chosen = {"gamma": None, "hold": None, "lookup": True, "screening_quantization": quantization}
+    settings = target_settings(placement="together", max_sessions=SESSIONS, deterministic=deterministic, **chosen)
+    runner = runner_of(models.TARGET, settings.widest_round, deterministic=deterministic)
+    verifier = Verifier(runner, bundled_plan(), settings)
+    if not deterministic:
+        verifier.make_chain()
     verifier.warm_up()
     prepare(runner)
-    shapes = set(runner._passes.graphs.by_shape)
-    reader = screening_reader(plan, settings.self_read_share, False)
-    weighing, base = reader.read(None, 100, 105), 100
+    reader = screening_reader(bundled_plan(), settings.self_read_share, False)
+    weighing = reader.read(None, 100, 105)
     reader.finish(SequenceOutput())
-    reads = weighing, reader.read(None, 100, 105, everything=True, weighs=False), reader.read(None, 100, 105)
-    drawn = Support(np.array([5]), np.ones(1, np.float32)), Support(np.arange(900), np.full(900, 1 / 900, np.float32))
-    for (i, read), sampling, held, proposed in itertools.product(enumerate(reads), SAMPLINGS[:2], (0, 8), (0, GAMMA)):
-        if i == 2 and not (proposed and not held):  # it screens a proposal
+    screening, drawn, of_held = reader.read(None, 100, 105), support_of(64), support_of(900)
+    counts = (0, 0), (0, 1), (0, GAMMA), (0, settings.widest_round - 1), (1, 0), (1, 1), (9, GAMMA)
+    rounds = []
+    for read, (held, proposed), sampling in itertools.product((None, weighing, screening), counts, SAMPLINGS[:3]):
+        if read is screening and (held or not proposed):
             continue
-        count = held + proposed
-        told = not sampling.greedy and not held
-        supports = [drawn[1]] * held + [drawn[0]] * proposed if told else []
-        kvs = [SequenceKV() for _ in range(SESSIONS)]
-        for kv in kvs:
-            runner.forward([SequenceInput(kv, list(range(base - 1)))])
-        drafted = Drafted([5] * count, supports, sampling, base, screens=i == 2, foresees=i == 2)
-        light = i == 2
-        runner.forward([SequenceInput(kv, [4] * (count + 1), "all", read, drafted, light=light) for kv in kvs])
-        for kv in kvs:
-            runner.kv.release(kv)
-    assert set(runner._passes.graphs.by_shape) == shapes
-    assert any(isinstance(shape, PassShape) and shape.light for shape in shapes)
+        told = not sampling.greedy and not (deterministic and held)
+        supports = [of_held] * held + [drawn] * proposed if told else []
+        drafted = Drafted([5] * (held + proposed), supports, sampling, 100, screens=read is screening)
+        rounds.append(SequenceInput(SequenceKV(), [4, *drafted.tokens], "all", read, drafted, held=held))
+    asked = set()
+    light = [replace(item, light=True) for item in rounds if item.screens and settings.screens_lightly]
+    for alike, count in itertools.product((rounds, light), range(1, SESSIONS + 1)):
+        for step in map(list, itertools.combinations_with_replacement(alike, count)):
+            items = step if deterministic else join_rounds(step)
+            if len({kind_of(item, runner._limits) for item in items}) == 1:
+                asked.add(runner._shapes.of(items))
+    assert len(asked) > 15 and any(shape.light for shape in asked) == settings.screens_lightly
+    assert asked <= set(runner._passes.graphs.by_shape)
+
+
+def support_of(entries: int) -> Support:
+    return Support(np.arange(entries), np.full(entries, 1 / entries, np.float32))
 
 
 @pytest.mark.usefixtures("captures")

@@ -93,7 +93,7 @@ class ModelRunner(TargetOrDraftRunner):
         memories = ReadMemories(MEMORIES)
         self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting, tap)
         self.leaves_states, self.reads_states = tap is not None, isinstance(decoder, DraftHead)
-        widest = [self._limits.queries] if most_queries > step_queries and not deterministic else []
+        widest = [self._limits.queries] if most_queries > step_queries else []
         self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes)
         self._rounds: RoundRunner | None = None
 

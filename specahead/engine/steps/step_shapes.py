@@ -5,7 +5,7 @@ from functools import cache
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.engine.sampling.judging import WIDE_SUPPORT, cuts_of, support_of
+from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted, cuts_of, support_of
 from specahead.engine.steps.device_chain import MOST_CHAINED
 from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput
@@ -86,12 +86,16 @@ def with_alternatives(shape: PassShape, group: int) -> PassShape:
 
 
 def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> PassShape:
-    """Return the shape of the captured step that inputs of one kind run in."""
+    """Return the shape of the captured step that inputs of one kind run in.
+
+    So that there are few shapes, rounds with wide distributions, which are those that confirm held tokens, run in the
+    widest steps, and of the widest steps those with lists all have room for such distributions.
+    """
     longest = max(len(item.tokens) for item in inputs)
     pinned = limits.pins(inputs[0])
     sequences = limits.pinned_sequences if pinned else power_of_two(len(inputs))
     queries = limits.queries
-    if not pinned:
+    if not pinned and support_of(_rounds(inputs)) <= FEW:
         queries = next(n for n in (1, limits.step_queries, limits.queries) if n >= longest)
     if inputs[0].read is not None and inputs[0].read.drafts and not pinned:
         queries = longest  # all but the first of a sequence are drafted
@@ -100,7 +104,13 @@ def step_shape(inputs: list[SequenceInput], kv: KVCache, limits: StepLimits) -> 
     if shape.judge is None:
         return replace(shape, gives_logits=any(item.logits_rows for item in inputs))
     support, cuts = _size_for(shape.judge.support, limits), _size_for(shape.judge.cuts, limits)
+    if support and shape.read.is_sparse and queries > limits.step_queries and not limits.pinned:
+        support = max(support, WIDE_SUPPORT)
     return shape.judging(support=support, cuts=cuts)
+
+
+def _rounds(inputs: list[SequenceInput]) -> list[Drafted]:
+    return [item.drafted for item in inputs if item.drafted is not None]
 
 
 def _size_for(count: int, limits: StepLimits) -> int:
@@ -142,7 +152,7 @@ def _complete(shape: PassShape, inputs: list[SequenceInput], kv: KVCache, limits
             raise NotImplementedError("sparse reads are not built for a model that chooses blocks by itself")
         shape = replace(shape, choosers=Choosers.EACH if limits.each_chooses(first) else Choosers.FIRST)
     if limits.judges(first):
-        rounds = [item.drafted for item in inputs if item.drafted is not None]
+        rounds = _rounds(inputs)
         cuts = min(cuts_of(rounds), limits.vocab)
         shape = shape.judging(support=support_of(rounds), cuts=cuts, draws_own=limits.pinned)
     if read is None:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class WarmUp:
     """Captures the steps that requests take: those of few sequences at once, others, and rare ones, later.
 
-    widest: the queries of the widest steps, where these are wider than most; else empty.
+    widest: the queries of the widest steps, where rounds may be wider than most; else empty.
     """
 
     def __init__(
@@ -69,25 +69,28 @@ class WarmUp:
         every += itertools.product(screened, (True,), (False, True)[: 1 + lightly])
         for (read, screens, light), sampling in itertools.product(every, SAMPLINGS):
             for queries in self._queries_of(read, gammas):
-                for supports in self._supports_of(queries, sampling):
+                for supports in self._supports_of(queries, sampling, read):
                     drafted = Drafted([0] * (queries - 1), supports, sampling, 0, screens=screens)
                     kinds.append(SequenceInput(SequenceKV(), [0] * queries, "all", read, drafted, light=light))
         return kinds
 
     def _queries_of(self, read: SparseRead | None, gammas: Sequence[int]) -> list[int]:
-        """Return the sizes of the steps that judge rounds which read so: the widest ones confirm held tokens."""
+        """Return the sizes of the steps that judge rounds which read so.
+
+        The widest ones confirm held tokens, or judge what a text proposes, maybe beside others that read sparsely.
+        """
         if read is None:
             return [1, self._limits.step_queries, *self._widest]
         if read.drafts:
             return [1, *(gamma + 1 for gamma in gammas)]
         sizes = [self._limits.step_queries, *self._widest]
-        return [1, *sizes] if read.budget.everything else sizes[:1]
+        return [1, *sizes] if read.budget.everything else sizes
 
-    def _supports_of(self, queries: int, sampling: Sampling) -> list[list[Support]]:
-        """Return the supports that the tokens of steps of this size may have: wide ones where some tokens are held."""
-        if sampling.greedy or not self._widest or queries == 1:
+    def _supports_of(self, queries: int, sampling: Sampling, read: SparseRead | None) -> list[list[Support]]:
+        """Return the supports that tokens of such steps may have: wide ones where some are held (step_shape)."""
+        if sampling.greedy or queries not in self._widest or self._deterministic:
             return [[]]
-        return [[_WIDE]] if queries in self._widest else [[], [_WIDE]]
+        return [[], [_WIDE]] if read is None else [[_WIDE]]
 
     def ends_of_prompts(self) -> list[SequenceInput]:
         """Return an input of each kind of step that reads the last few tokens of a prompt."""
