@@ -15,6 +15,7 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import USE_DRAFT, Sampling, Support, uniforms
 from specahead.engine.sampling.judging import Drafted
+from specahead.engine.steps.grouping import StepLimits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import Branch, RoundRequest, RoundSettings
@@ -280,9 +281,18 @@ def test_an_alternative_reads_what_the_drafted_tokens_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gamma", "queries", "group", "beside"),
-    [(4, 5, 4, 3), (4, 7, 4, 3), (6, 7, 4, 1), (1, 7, 4, 1), (4, 5, 1, 4), (4, 5, 3, 0), (4, 5, 7, 4), (8, 9, 8, 0)],
+    ("gamma", "queries", "group", "beside", "in_eight_bits"),
+    [
+        *((4, 5, 4, 3, 3), (4, 7, 4, 3, 3), (6, 7, 4, 1, 1), (1, 7, 4, 1, 1), (4, 5, 1, 4, 4), (4, 5, 3, 0, 0)),
+        *((4, 5, 7, 4, 0), (2, 5, 7, 2, 2), (4, 5, 8, 3, 0), (4, 9, 4, 4, 4), (8, 9, 4, 7, 1), (8, 9, 8, 0, 0)),
+    ],
 )
-def test_as_many_alternatives_run_as_fit_into_a_steps_tile(gamma: int, queries: int, group: int, beside: int) -> None:
-    """7 heads x 5 queries take 64 rows, which is room for 9 queries; 72 rows would take more than one tile."""
-    assert alternatives_beside(gamma, queries, group) == beside
+def test_as_many_alternatives_run_as_fit_into_a_steps_tile(
+    gamma: int, queries: int, group: int, beside: int, in_eight_bits: int
+) -> None:
+    """7 heads x 5 queries take 64 rows, which is room for 9 queries, or 40 over KV in 8 bits, which is room for 5; 72
+    rows would take more than one tile.
+    """
+    for eight_bit, expected in ((False, beside), (True, in_eight_bits)):
+        limits = StepLimits(pages=1, step_queries=queries, queries=16, vocab=8, group=group, eight_bit=eight_bit)
+        assert alternatives_beside(gamma, queries, limits) == expected

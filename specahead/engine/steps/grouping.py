@@ -22,6 +22,8 @@ class StepLimits:
     """Entries of a row of logits."""
     group: int = 1
     """Query heads of a KV head."""
+    eight_bit: bool = False
+    """Whether KV is in 8 bits."""
     pinned_sequences: int = 0
     """Sequences of every step, where results must not depend on the batch; 0: a power of two. Pinned steps have room
     for `queries` tokens of each sequence, except for steps whose tokens a later pass judges: their rounding changes no

@@ -78,6 +78,7 @@ class ModelRunner(TargetOrDraftRunner):
             queries=max(step_queries, STEP_QUERIES, most_queries),
             vocab=vocab_size,
             group=decoder.heads // kv.kv_heads,
+            eight_bit=kv.scales is not None,
             pinned_sequences=PINNED_SEQUENCES if deterministic else 0,
             chosen_from=0 if decoder.block_rule is None else decoder.block_rule.dense_below,
             shares_choice=shares_choice and not deterministic,
@@ -218,7 +219,7 @@ class ModelRunner(TargetOrDraftRunner):
         # In a model that chooses blocks, the mean key of a page would miss an alternative that is moved into it.
         if limits.chosen_from or gamma >= limits.step_queries:
             return 0
-        return alternatives_beside(gamma, limits.step_queries, limits.group)
+        return alternatives_beside(gamma, limits.step_queries, limits)
 
     def make_chain(self, sequences: int, gamma: int, support: int, rows: int, block_size: int) -> DeviceChain:
         bitmap = rows, -(-self._limits.pages * PAGE_SIZE // (block_size * WORD))
