@@ -132,7 +132,7 @@ class Committer:
         if session.kv_is_dense and not self._runner.deterministic:
             self._kv.index_prefix(session.kv, session.tokens)
         committed = _Committed(item, commit, told, seen, output.alternative is not None)
-        if settles:
+        if settles or commit.finish_reason is not FinishReason.NONE:  # who ends hears of it while there is a session
             self._settle(committed)
         else:
             self._unsettled.append(committed)

@@ -194,9 +194,7 @@ class World:
         assert not self.ended(event.at.session)
         assert self.ledger.apply(event) is not None
         self.commits[event.at.session].append(event)
-        session = self.sessions.get(event.at.session)
-        if session is None:  # it has ended
-            return
+        session = self.sessions[event.at.session]
         kept = [*session.draft.proposals, *session.draft.announced]
         assert all(epoch == session.epoch and round_ >= session.round for epoch, round_ in kept)
 
