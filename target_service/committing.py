@@ -147,7 +147,7 @@ class Committer:
         else:
             self._protocol.judge(session, key, verdict_on(commit, known, session))
 
-    def _settle(self, committed: "_Committed") -> None:
+    def _settle(self, committed: _Committed) -> None:
         """Tell a session's owner of a committed round, take note of it, and set how the next one is made."""
         item, commit, session = committed.item, committed.commit, committed.item.session
         if committed.told is not None:
