@@ -70,6 +70,22 @@ def test_dense_rounds_are_a_plain_pass(
     assert target.kv.pool.held == draft.kv.pool.held == 0
 
 
+def test_the_target_is_evaluated_in_the_bits_that_are_asked_for() -> None:
+    """Measured on a CPU: 6.7 % of the norm of the logits by weights in 8 bits, 3.5 % by KV in 8 bits."""
+    tokens = list(range(1, 130))
+
+    def logits(pair: Pair) -> torch.Tensor:
+        _, target = run._load(pair, 150, 320)
+        (output,) = target.forward([SequenceInput(SequenceKV(), tokens, "all")])
+        assert output.logits is not None
+        return output.logits.float()
+
+    full = Pair(str(models.TARGET), str(models.DRAFT))
+    exact = logits(full)
+    for held in (replace(full, quantization="fp8"), replace(full, kv_cache_dtype="fp8")):
+        assert 1e-3 < (logits(held) - exact).norm() / exact.norm() < 0.1, held
+
+
 def test_every_method_runs_and_reads_what_it_says(
     pair: tuple[ModelRunner, ModelRunner], tokenizer: Any, texts: dict[str, str]
 ) -> None:

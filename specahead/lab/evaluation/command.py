@@ -50,7 +50,7 @@ def run(flags: argparse.Namespace) -> None:
     else:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
-    pair = Pair(flags.target, flags.draft, flags.kv_cache_dtype)
+    pair = Pair(flags.target, flags.draft, flags.kv_cache_dtype, flags.quantization)
 
     kept = _kept_sums(flags, plan, chosen, variants)
 
@@ -71,8 +71,9 @@ def _kept_sums(flags: argparse.Namespace, plan: Plan, chosen: list[cases.Case], 
     file = flags.json if isinstance(flags.json, str) else None
     if flags.resume and file is None:
         raise ValueError("--resume goes on from the sums in a --json file: name one")
-    kept = ("task", "target", "draft", "text", "books", "context", "prefilled", "passages", "gamma", "kv_cache_dtype")
-    settings = {name: getattr(flags, name) for name in kept} | {"plan": plan.hash}
+    of_cases = ("task", "text", "books", "context", "prefilled", "passages", "gamma")
+    of_pair = ("target", "draft", "kv_cache_dtype", "quantization")
+    settings = {name: getattr(flags, name) for name in (*of_cases, *of_pair)} | {"plan": plan.hash}
     return KeptSums(Path(file) if file else None, flags.resume, settings, chosen, variants)
 
 

@@ -90,6 +90,9 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="perplexity, recall, copy: of the target's KV"
     )
+    parser.add_argument(
+        "--quantization", choices=QUANTIZATIONS, default="none", help="perplexity, recall, copy: the target's weights"
+    )
     parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
     if task not in ("perplexity", "recall", "copy"):

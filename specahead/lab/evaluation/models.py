@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specahead.config.speculation import KVCacheDtype
+from specahead.config.speculation import KVCacheDtype, Quantization
 from specahead.engine.loading.kv_scales import measure_kv_scales
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
@@ -23,6 +23,7 @@ def load_runner(
     kv_tokens: int,
     drafts_in_eight_bits: bool = False,
     kv_cache_dtype: KVCacheDtype = "auto",
+    quantization: Quantization = "none",
     max_context: int = 0,
 ) -> ModelRunner:
     """Return a runner of the model with KV room for `kv_tokens` tokens in all, which captures no graphs.
@@ -30,7 +31,7 @@ def load_runner(
     drafts_in_eight_bits: whether the passes that draft for itself read its weights in 8 bits. max_context: the most
     tokens of a sequence; 0: kv_tokens. Raises NotImplementedError for a model that this is not built for.
     """
-    loaded = load_model(model, dtype, device)
+    loaded = load_model(model, dtype, device, quantization=quantization)
     drafting = loaded.decoder.with_eight_bit_weights() if drafts_in_eight_bits else None
     scales = measure_kv_scales(loaded, load_tokenizer(model)) if kv_cache_dtype == "fp8" else None
     return make_runner(loaded, kv_tokens, 0, max_context, scales, drafting=drafting, enforce_eager=True)

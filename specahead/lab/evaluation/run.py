@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from specahead.config.speculation import KVCacheDtype
+from specahead.config.speculation import KVCacheDtype, Quantization
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.model import default_device, resolve_dtype
 from specahead.engine.steps.model_runner import ModelRunner
@@ -24,7 +24,10 @@ class Pair:
     target: str
     draft: str
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Of the target."""
+    """Of the target's KV."""
+
+    quantization: Quantization = "none"
+    """Of the target's weights."""
 
 
 def parse_budget(text: str, plan: Plan) -> Plan:
@@ -98,8 +101,16 @@ def _load(pair: Pair, longest: int, target_tokens: int) -> tuple[ModelRunner, Mo
     device = default_device()
     dtype = resolve_dtype("auto", device, pair.target)
     draft = load_runner(pair.draft, dtype, device, longest)
-    held = pair.kv_cache_dtype
-    return draft, load_runner(pair.target, dtype, device, target_tokens, kv_cache_dtype=held, max_context=longest)
+    target = load_runner(
+        pair.target,
+        dtype,
+        device,
+        target_tokens,
+        kv_cache_dtype=pair.kv_cache_dtype,
+        quantization=pair.quantization,
+        max_context=longest,
+    )
+    return draft, target
 
 
 def _evaluate(number: int, case: Case, variants: dict[int, Variant]) -> dict[int, VariantSums]:
