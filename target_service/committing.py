@@ -153,8 +153,8 @@ class Committer:
         if committed.told is not None:
             session.asked.emit(committed.told)
         count_round(self._counters, item, commit, committed.has_alternative)
-        session.guess(commit.drafted if item.is_guessed else 0, commit.accepted)
         self._pacing.note(item, commit, committed.seen, committed.has_alternative)
+        session.guess()
 
     def _fails(self, session: TargetSession, output: SequenceOutput) -> bool:
         """Return whether a session cannot continue; then it is ended."""

@@ -118,14 +118,36 @@ class Pacing:
             skippable = max(0, read - prompt + self._speculation.skipped_by_draft(prompt, announces=False))
             was_cut = commit.finish_reason is FinishReason.LENGTH
             self.policy.gains.reading.note_answer(read, len(session.tokens) - prompt, was_cut, skippable)
-        since, pace.committed_at = pace.committed_at, None if seen.disturbed or item.is_guessed else seen.now
+        beside = item.is_guessed and pace.next_round.gamma > 0  # of a draft, about which it says nothing
+        since, pace.committed_at = pace.committed_at, None if seen.disturbed or beside else seen.now
         if session.screening is not None and not item.screens:
             if commit.screened:
                 self.policy.gains.held.note(commit.screened, commit.confirmed)
             session.screening.most = self.policy.plan.held
-        if item.is_guessed:  # which says nothing about the draft
+        self._note_lookup(item, commit, beside)
+        if not beside:
+            self._note_own_round(item, commit, since, seen, alternative)
+        pace.next_round = self.policy.plan_of(pace, len(session.tokens), session.announces)
+
+    def _note_lookup(self, item: VerifyRound, commit: Commit, beside: bool) -> None:
+        """Take note of what prompt lookup had found, or would have. beside: whether it guessed before a draft."""
+        session, guess = item.session, item.session.first_guess
+        if guess is None:
             return
-        drafted = len(item.proposed if item.proposal is None else item.proposal.tokens)
+        judged = guess.judge(commit.at.base + commit.confirmed, commit.tokens[commit.confirmed :])
+        if beside:
+            guess.note(commit.drafted, commit.accepted, len(session.tokens))
+        if judged is not None:
+            self.policy.gains.note_lookup(judged, guess.is_long(guess.most), commit.accepted + 1)
+
+    def _note_own_round(
+        self, item: VerifyRound, commit: Commit, since: float | None, seen: StepSeen, alternative: bool
+    ) -> None:
+        """Take note of a round that was made as the policy has it. since: when the round before was committed; None:
+        something else ran since.
+        """
+        pace = item.session.pace
+        drafted = 0 if item.is_guessed else len(item.proposed if item.proposal is None else item.proposal.tokens)
         if since is not None and not seen.disturbed and drafted == pace.last_gamma:
             verified = Verified.SCREENS if item.screens else Verified.CONFIRMS if item.held else seen.kind.verified
             seen.took[verified].append(seen.now - since)
@@ -133,7 +155,6 @@ class Pacing:
         if drafted and commit.confirmed >= commit.screened:
             seen.drafting = max(seen.drafting, commit.draft_seconds)
             self._note_proposed(item, drafted, commit, alternative)
-        pace.next_round = self.policy.plan_of(pace, len(session.tokens), session.announces)
 
     def _note_proposed(self, item: VerifyRound, drafted: int, commit: Commit, alternative: bool) -> None:
         policy, pace = self.policy, item.session.pace
@@ -168,7 +189,7 @@ class Pacing:
 
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""
-        sessions = tokens = announcing = screened = pausing = skipped = skippable = undrafted = away = 0
+        sessions = tokens = announcing = screened = pausing = skipped = skippable = undrafted = away = guessing = 0
         expected = 0.0
         kv = self._runner.kv
         for session in self._sessions.values():
@@ -180,6 +201,7 @@ class Pacing:
             tokens += length
             announcing += length if session.announces else 0
             pausing += session.pace.pause.lasts(length)
+            guessing += session.first_guess is not None
             not_read = self._speculation.skipped_by_draft(session.asked.prompt_tokens, announces=False)
             own_skipped = 0 if session.reading.is_announced else not_read
             skipped += own_skipped
@@ -202,6 +224,7 @@ class Pacing:
             undrafted=undrafted,
             expected=expected,
             away=away,
+            guessing=guessing,
         )
 
     def _expected(self, session: TargetSession, found: int) -> float:
@@ -216,7 +239,10 @@ class Pacing:
 
 def _kind_of(step: VerifyStep) -> RoundKind:
     """Return how most rounds of a step were made. The sessions share it: what one reads costs the others as well."""
-    counts = Counter(len(item.proposed if item.proposal is None else item.proposal.tokens) for item in step.rounds)
+    counts = Counter(
+        0 if item.is_guessed else len(item.proposed if item.proposal is None else item.proposal.tokens)
+        for item in step.rounds
+    )
     gamma = max(counts, key=counts.__getitem__, default=0)
     if not gamma:
         return RoundKind(Proposer.NOBODY, 0, Verified.DENSE)

@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 
 from target_service.policy.acceptance import OF_HELD, Acceptance
 from target_service.policy.costs import CostsAtLoad
-from target_service.policy.plans import Load, Proposer, RoundKind, RoundPlan, Verified
+from target_service.policy.lookup import LONGEST, Judged
+from target_service.policy.plans import PLAIN, Load, Proposer, RoundKind, RoundPlan, Verified
 from target_service.policy.reading import DraftReading
 
 ALTERNATIVES_PRIOR = 6  # rejected tokens that the prior of their alternatives counts as
 POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
 HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
+LOOKED_UP = LONGEST - 1  # positions of what prompt lookup finds
 RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts as when proposing is tried again
 
 
@@ -23,6 +25,9 @@ class Gains:
         self.acceptance = Acceptance([prior] * positions)
         self.held = Acceptance([OF_HELD], HELD_NEWEST, HELD_PRIOR)
         self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
+        # Of what prompt lookup finds where the text does not copy at length: lookup comes first there in any case.
+        self.looked_up = Acceptance([0.0] * LOOKED_UP, POOLED_NEWEST)
+        self._copying, self._tokens_between = 0.0, 1.0  # share of such rounds, tokens of a round of the others
         self._alternatives = alternatives
         # Of alternatives to rejected tokens.
         self._right = Acceptance([0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR)
@@ -30,6 +35,15 @@ class Gains:
     def note_round(self, proposed: int, accepted: int, left_out: int, sessions: int) -> None:
         """Take note of a round with proposals. left_out: as in Acceptance.note. sessions: that generate now."""
         self.acceptance.note(proposed, accepted, left_out, min(POOLED_NEWEST, 1 / (POOLED_ROUNDS * sessions)))
+
+    def note_lookup(self, judged: Judged, copies: bool, tokens: int) -> None:
+        """Take note of what prompt lookup had found for a round that brought so many tokens. copies: whether it was
+        found in a text that copies at length.
+        """
+        self._copying += POOLED_NEWEST * (copies - self._copying)
+        if not copies:
+            self._tokens_between += POOLED_NEWEST * (tokens - self._tokens_between)
+            self.looked_up.note(LOOKED_UP, judged.right, 0 if judged.whole else LOOKED_UP - judged.right)
 
     def note_alternative(self, gamma: int, accepted: int, right: bool) -> None:
         """Take note of a round that rejected a proposed token: whether an alternative to it was accepted."""
@@ -51,14 +65,24 @@ class Gains:
         """
         reading, rates = self.reading.seconds_a_token(at.load), dict[RoundPlan, float]()
         for plan in plans:
-            rate = self._rate_of_rounds(plan, at)
-            rates[plan] = 1 / (1 / rate + reading) if plan.drafted else rate
+            seconds = 1 / self._rate_of_rounds(plan, at) + self._seconds_of_copying(plan, at)
+            rates[plan] = 1 / (seconds + reading if plan.drafted else seconds)
         return rates
+
+    def _seconds_of_copying(self, plan: RoundPlan, at: CostsAtLoad) -> float:
+        """Return what a text's rounds take in which it copies at length, for each token that it generates otherwise.
+
+        Sessions wait for each other: such a round of one lasts as long as what is drafted for the others.
+        """
+        rounds = self._copying / max(1e-3, 1 - self._copying) / self._tokens_between
+        waits = plan.gamma > 0 and at.load.sessions > 1
+        return rounds * at.seconds(kinds_of(plan if waits else PLAIN, at.load)[-1])
 
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)
         if not plan.gamma:
-            return 1 / at.seconds(kinds[0])
+            looked_up = load.guessing / max(1, load.sessions) * (self.looked_up.tokens(LOOKED_UP) - 1)
+            return (1 + looked_up) / at.seconds(kinds[0])
         proposed = 1 - load.pausing / max(1, load.sessions)
         tokens = self.acceptance.tokens(plan.gamma, self._alternatives(plan.gamma), self._right.chances[0])
         tokens = 1 + proposed * (tokens - 1)

@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import islice
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
 PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
 _TOKEN_BITS = 21  # of a token id within the key of an n-gram, so that keys are int64
+NEWEST = 1 / 16  # weight of the newest round in the share of what is found that is right
+LEAST_RIGHT = 0.06  # of what is found: below it the rows of a step that judge it cost more
 MANY = 512  # tokens that are indexed at once by array operations, at least
 MOST_AT_ONCE = 1 << 21  # and at most: places within the sorted array are smaller
 _FIBONACCI = 0x9E3779B97F4A7C15  # a multiplier that mixes the upper bits
@@ -135,28 +138,65 @@ def _common_end(tokens: Sequence[int], place: int) -> int:
     return length
 
 
+class Judged(NamedTuple):
+    """What a round says of the tokens that lookup had found for it, whether they were proposed or not."""
+
+    right: int
+    """How many of them, from the first one on, were committed."""
+    whole: bool
+    """Whether the next one, or that none was found there, is known to be wrong; else the round ended before it."""
+
+
 @dataclass
 class FirstGuess:
-    """What prompt lookup proposes before a draft model is asked, for a text that copies at length: only where its last
-    LONGEST tokens have occurred before.
+    """What prompt lookup proposes where there is a draft model, too.
 
+    While the draft proposes, lookup comes first only for a text that copies at length: where as many of its last tokens
+    have occurred before as are proposed at once. Where nobody else proposes, all that lookup finds is proposed. What it
+    finds is compared with what is committed in any case, so that the policy knows what rounds without a draft would
+    bring.
     """
 
     most: int
     """Tokens that it proposes, at most."""
     tokens: list[int] = field(default_factory=list)
     """What it proposes for the next round."""
+    found: list[int] = field(default_factory=list)
+    """What lookup has found."""
+    place: int = -1
+    """The number of the text's tokens when that was found."""
+    right_share: float = 0.5
+    """Share of the found tokens that were right, in the last rounds."""
     pause: Pause = field(default_factory=Pause)
-    """Follows a guess that was mostly wrong."""
+    """Follows a guess before the draft that was mostly wrong."""
+
+    def is_long(self, room: int) -> bool:
+        """Return whether so much was found as for a text that copies at length."""
+        return len(self.found) >= min(self.most, room) > 0
+
+    def judge(self, place: int, committed: Sequence[int]) -> Judged | None:
+        """Return what a round says of what was found that has committed these tokens from `place` on; None: nothing,
+        since it was found elsewhere.
+        """
+        if place != self.place:
+            return None
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.found, committed, strict=False)))
+        if self.found:
+            self.right_share += NEWEST * (right / min(len(self.found), len(committed)) - self.right_share)
+        return Judged(right, right < len(committed))
 
     def note(self, proposed: int, accepted: int, committed: int) -> None:
-        """Take note of a round that accepted `accepted` tokens of a guess; `committed` tokens are committed now."""
+        """Take note of a round that accepted `accepted` tokens of a guess before the draft; `committed` tokens are
+        committed now.
+        """
         if 2 * accepted >= proposed:
             self.pause.paid()
         else:
             self.pause.begin(committed)
 
-    def guess(self, lookup: PromptLookup, text: Sequence[int], room: int) -> None:
-        """Guess what the next round of a text proposes, up to `room` tokens."""
-        count = 0 if self.pause.lasts(len(text)) else min(self.most, room)
-        self.tokens = lookup.propose(text, count, least=LONGEST) if count > 0 else []
+    def guess(self, lookup: PromptLookup, text: Sequence[int], room: int, alone: bool) -> None:
+        """Guess what the next round of a text proposes, up to `room` tokens. alone: whether nobody else proposes."""
+        count, self.place = min(self.most, room), len(text)
+        self.found = lookup.propose(text, count) if count > 0 else []
+        copies = self.is_long(room) and not self.pause.lasts(len(text))
+        self.tokens = self.found if copies or (alone and self.right_share >= LEAST_RIGHT) else []

@@ -76,6 +76,8 @@ class Load:
     """Tokens that these sessions may be expected to generate, in their next turns as well."""
     away: int = 0
     """Tokens of KV of the sessions whose KV has partly left the GPU."""
+    guessing: int = 0
+    """Sessions for which prompt lookup proposes where nobody else does."""
 
     @cached_property
     def bucket(self) -> tuple[int, int]:

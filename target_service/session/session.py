@@ -150,14 +150,12 @@ class TargetSession:
             return []
         return self.lookup.propose(self.tokens, min(gamma, self.room), stays=self.confirmed)
 
-    def guess(self, proposed: int, accepted: int) -> None:
-        """Guess the next tokens before the draft is asked, after a round that accepted `accepted` of `proposed` guessed
-        tokens. Nothing is guessed after held tokens: the text that is looked up in only grows.
+    def guess(self) -> None:
+        """Guess the next tokens before the draft is asked. Nothing is guessed after held tokens: the text that is
+        looked up in only grows.
         """
         if self.first_guess is not None and self.lookup is not None and not self.holds:
-            if proposed:
-                self.first_guess.note(proposed, accepted, len(self.tokens))
-            self.first_guess.guess(self.lookup, self.tokens, self.room)
+            self.first_guess.guess(self.lookup, self.tokens, self.room, alone=not self.next_round.gamma)
 
     # Its draft.
 

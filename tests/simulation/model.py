@@ -47,7 +47,7 @@ def script(prompt: list[int], max_tokens: int, stop: list[int]) -> list[int]:
     return tokens
 
 
-def guess_by_script(guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int) -> None:
+def guess_by_script(guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int, alone: bool) -> None:
     """Stand in for `FirstGuess.guess`, since scripted texts do not repeat themselves: guess for an eighth of all texts,
     and in half of these cases with a wrong token.
     """

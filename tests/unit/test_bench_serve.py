@@ -14,6 +14,7 @@ from specahead.engine.steps.requests import DraftedTokens
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
+from specahead.lab.benchmarks.serving.rows import describe_breakdown
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
 
 SAID = "target service, pid 1\ngRPC endpoint: here:1\nHTTP endpoint: http://here:2\nready"  # by a process that serves
@@ -57,6 +58,9 @@ def test_what_was_drafted_ahead_counts_from_the_rounds_beginning() -> None:
     parts = parts_of(target, draft)
     assert parts == RoundParts(*map(pytest.approx, (2, 0, 1, 3, 6, 1, 6)))
     assert parts.whole == pytest.approx(19)
+    shared = break_down(target, draft, "run", settled=1, one_device=True)
+    assert shared.device_idle == pytest.approx(1 - (6 + 3) / 19), "of the draft's 8 ms the window has 3"
+    assert "idle: device 52.6%, 10.00 ms of a round" in describe_breakdown(shared)
 
 
 def test_without_a_draft_the_target_is_all_there_is() -> None:

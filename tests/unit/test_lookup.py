@@ -84,18 +84,20 @@ def test_what_may_be_taken_back_is_looked_up_but_matched_by_nothing(
 
 def test_a_guess_needs_a_long_match_and_pauses_longer_each_time_it_is_in_vain() -> None:
     text, guess, lookup = [*range(40), *range(LONGEST)], FirstGuess(15), PromptLookup()
-    guess.guess(lookup, text[:-1], 99)
-    assert guess.tokens == [] and lookup.propose(text[:-1], 15) == [*range(15, 30)]
-    guess.guess(lookup, text, 99)
+    guess.guess(lookup, text[:-2], 99, alone=False)
+    assert guess.tokens == [] and guess.found == [*range(14, 28)]
+    guess.guess(lookup, text[:-2], 99, alone=True)
+    assert guess.tokens == [*range(14, 28)]
+    guess.guess(lookup, text, 99, alone=False)
     assert guess.tokens == [*range(16, 31)]
-    guess.guess(lookup, text, 3)
+    guess.guess(lookup, text, 3, alone=False)
     assert guess.tokens == [16, 17, 18]
-    guess.guess(lookup, text, 0)
+    guess.guess(lookup, text, 0, alone=False)
     assert guess.tokens == []
     committed, pauses = len(text), []
     for _ in range(8):
         guess.note(15, 7, committed)
-        guess.guess(lookup, text, 99)
+        guess.guess(lookup, text, 99, alone=False)
         assert guess.tokens == []
         pauses.append(guess.pause.until - committed)
         committed = guess.pause.until
@@ -103,6 +105,32 @@ def test_a_guess_needs_a_long_match_and_pauses_longer_each_time_it_is_in_vain() 
     guess.note(15, 8, committed)
     guess.note(15, 0, committed)
     assert guess.pause.until == committed + FIRST_PAUSE
+
+
+def test_what_is_found_is_judged_by_what_is_committed_though_it_was_not_proposed() -> None:
+    text, guess, lookup = [*range(40), 0, 1, 2, 3], FirstGuess(15), PromptLookup()
+    guess.guess(lookup, text, 99, alone=False)
+    assert guess.tokens == [] and guess.found == [4, 5, 6, 7]
+    assert guess.judge(len(text) - 1, [4, 5]) is None, "it was found for another place"
+    assert guess.judge(len(text), [4, 5]) == (2, False)
+    assert guess.judge(len(text), [4, 9, 6]) == (1, True)
+    assert guess.judge(len(text), [4, 5, 6, 7, 8]) == (4, True), "lookup found nothing for the last one"
+    guess.guess(lookup, [77, 78, 79], 99, alone=False)
+    assert guess.found == [] and guess.judge(3, [80]) == (0, True)
+
+
+def test_a_session_alone_proposes_until_next_to_nothing_of_what_is_found_is_right() -> None:
+    text, guess, lookup = [*range(40), 0, 1, 2, 3], FirstGuess(15), PromptLookup()
+    proposed = 0
+    for _ in range(60):
+        guess.guess(lookup, text, 99, alone=True)
+        proposed += bool(guess.tokens)
+        assert guess.judge(len(text), [99]) == (0, True)
+    assert 8 < proposed < 59
+    for _ in range(8):
+        guess.judge(len(text), [4, 5, 6])
+    guess.guess(lookup, text, 99, alone=True)
+    assert guess.tokens, "what is found is judged while it is not proposed"
 
 
 # Sessions

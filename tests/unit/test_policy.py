@@ -31,7 +31,8 @@ from target_service.policy import (
     Verified,
 )
 from target_service.policy.choice import MOST_UNDECIDED
-from target_service.policy.gains import kinds_of
+from target_service.policy.gains import LOOKED_UP, kinds_of
+from target_service.policy.lookup import Judged
 from target_service.policy.reading import USUAL_ANSWER, DraftReading
 
 A_TOKEN = 3.25e-8  # seconds to read one of KV
@@ -50,6 +51,8 @@ class Client:
     ends: float
     announces: bool
     pace: Pace = field(default_factory=Pace)
+    found: float | None = None
+    """The chance of each token that prompt lookup proposes where nobody else does; None: it proposes nothing."""
 
 
 @dataclass
@@ -85,7 +88,8 @@ class Machine:
         announcing = sum(int(each.tokens) for each in self.clients if each.announces)
         pausing = sum(each.pace.pause.lasts(int(each.tokens)) for each in self.clients)
         tokens = sum(int(each.tokens) for each in self.clients)
-        return Load(len(self.clients), tokens, announcing, pausing=pausing)
+        guessing = sum(each.found is not None for each in self.clients)
+        return Load(len(self.clients), tokens, announcing, pausing=pausing, guessing=guessing)
 
     def seconds(self, kind: RoundKind) -> float:
         factor = self.factors.get((kind.proposer, kind.verified), 1.0)
@@ -133,9 +137,16 @@ class Machine:
 
     def _round(self, client: Client, plan: RoundPlan, kind: RoundKind, seconds: float, took: list[float]) -> None:
         """Make a session's round; what it is expected to bring counts."""
-        chance, pace = client.chance, client.pace
-        accepted = next((n for n in range(plan.gamma) if self.random.random() >= chance), plan.gamma)
-        expected = sum(chance**n for n in range(plan.gamma + 1))
+        chance, proposed, pace = client.chance, plan.gamma, client.pace
+        if client.found is not None and not plan.gamma:
+            chance, proposed = client.found, LOOKED_UP
+        accepted = next((n for n in range(proposed) if self.random.random() >= chance), proposed)
+        expected = sum(chance**n for n in range(proposed + 1))
+        if client.found is not None:
+            found, brought = client.found, accepted + 1
+            right = next((n for n in range(brought) if self.random.random() >= found), brought)
+            right = right if plan.gamma else accepted
+            self.policy.gains.note_lookup(Judged(right, right < brought), False, brought)
         self.tokens += expected
         client.tokens += accepted + 1
         if pace.last_gamma == plan.gamma:
@@ -325,6 +336,18 @@ def test_a_draft_that_is_far_too_slow_costs_a_hundredth_at_most() -> None:
     made = alone(0.8, draft_pass=2.5)
     gain(made, 2.0)
     assert gain(made, 10.0) > 0.98
+
+
+@pytest.mark.parametrize("sessions", [1, 8])
+def test_lookup_alone_proposes_as_long_as_it_brings_more_than_a_draft(sessions: int) -> None:
+    made = alone(0.6, sessions=sessions, context=8000)
+    for found, is_chosen in ((0.75, lambda plan: not plan.gamma), (0.1, lambda plan: plan.gamma), (0.75, None)):
+        for client in made.clients:
+            client.found = found
+        made.run(made.now + 3)
+        since = made.now
+        made.run(since + 3)
+        assert share(made, is_chosen or (lambda plan: not plan.gamma), since) > 0.9, found
 
 
 def test_it_follows_an_acceptance_that_changes() -> None:

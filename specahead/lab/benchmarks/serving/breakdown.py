@@ -48,13 +48,20 @@ class Breakdown:
     draft_idle: float
     met: float
     """Share of verdicts for which the next round was drafted already."""
+    one_device: bool = False
+    """Whether both models run on one device, by turns."""
+
+    @property
+    def device_idle(self) -> float:
+        """Share of the time in which the one device ran neither model."""
+        return max(0.0, self.target_idle + self.draft_idle - 1)
 
 
-def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int) -> Breakdown:
+def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int, one_device: bool = False) -> Breakdown:
     """Return the parts of the rounds of a run, whose sessions are named `run/…`, in the time in which all had rounds.
 
-    draft: None if the run had none. settled: first rounds of each session, which do not count. Raises ValueError if
-    there was no such time, or the draft's timeline has no round of the run.
+    draft: None if the run had none. settled: first rounds of each session, which do not count. one_device: whether both
+    models run on one. Raises ValueError if there was no such time, or the draft's timeline has no round of the run.
     """
     sessions = list(_rounds_by_session(target, run).values())
     if not sessions or min(map(len, sessions)) <= settled:
@@ -78,6 +85,7 @@ def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int)
         target_idle=_idle(target.steps, began, ended),
         draft_idle=_idle(draft.steps, began, ended),
         met=_share_met(rounds, draft),
+        one_device=one_device,
     )
 
 

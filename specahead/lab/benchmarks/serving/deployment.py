@@ -183,7 +183,9 @@ class Deployment:
         while True:
             drafted = read_timeline(self._timeline_of(draft, target)) if draft else None
             try:
-                return break_down(read_timeline(self.timeline(target)), drafted, run, SETTLED)
+                return break_down(
+                    read_timeline(self.timeline(target)), drafted, run, SETTLED, self.pair.together and bool(draft)
+                )
             except ValueError:
                 if time.monotonic() > limit:
                     raise

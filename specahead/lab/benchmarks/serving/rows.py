@@ -171,9 +171,13 @@ def describe_breakdown(breakdown: Breakdown) -> str:
     """Return one line: what a mean round waits for, in milliseconds, and how idle the models are."""
     parts = breakdown.parts
     shown = " + ".join(f"{part.name.replace('_', ' ')} {getattr(parts, part.name):.2f}" for part in fields(parts))
+    idle = f"target {breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}"
+    if breakdown.one_device:
+        share = breakdown.device_idle
+        idle = f"device {share:.1%}, {share * parts.whole:.2f} ms of a round"
     return (
-        f"a round of {parts.whole:.2f} ms = {shown} ({breakdown.rounds} rounds); idle: target "
-        f"{breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}; verdicts met {breakdown.met:.1%}"
+        f"a round of {parts.whole:.2f} ms = {shown} ({breakdown.rounds} rounds); idle: {idle}; "
+        f"verdicts met {breakdown.met:.1%}"
     )
 
 

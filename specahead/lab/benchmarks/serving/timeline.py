@@ -31,7 +31,7 @@ class StepTimes:
     finished: float = 0.0
     """When its results were taken."""
     gpu: float = 0.0
-    """Seconds that the model ran; without a GPU all that the thread took."""
+    """Seconds that graphs ran which have ended by now; without a GPU, or with prompts, all that the thread took."""
     rounds: list[RoundKey] = field(default_factory=list)
     """Rounds that it drafted or verified."""
     prompts: int = 0
@@ -75,7 +75,9 @@ class Recorder:
         times.began = time.perf_counter()
         result = execute(step)
         times.ended = time.perf_counter()
-        times.gpu = self._clock.take() or times.ended - times.began
+        graphs = self._clock.take()
+        # A prompt's attention is launched beside graphs; a step that only launches has ended none.
+        times.gpu = graphs if torch.cuda.is_available() and not times.prompts else times.ended - times.began
         return result
 
     def end(self) -> None:
