@@ -85,7 +85,7 @@ def test_the_smallest_run_with_the_draft_apart(tmp_path: Path, capsys: pytest.Ca
     assert set(rows) == {"none", "exact", "approximate"}
     for mode, row in rows.items():
         seen, breakdown = row["figures"], row["breakdown"]
-        assert row["runs"] == [seen["tokens_a_second"]] and seen["tokens_a_second"] > 0
+        assert seen["tokens_a_second"] > 0
         assert 0 < seen["gap_p50"] <= seen["gap_p99"] and seen["first_token_p50"] > 0
         assert (seen["kv_read"] < 1) == (mode == "approximate")
         assert (row["of_none"] is None) == (mode == "none")
@@ -115,7 +115,7 @@ def test_the_smallest_run_with_the_draft_in_two_targets(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--tokens", "10"], "it takes 72"),
-        (["--repeat", "0"], "must be positive"),
+        (["--part-limit", "0"], "must be positive"),
         (["--speculation", "[]"], "is no mapping"),
         (["--speculation", '{"waves": 2}'], "no such key: waves"),
         (["--targets", "-1"], "at least 0"),
@@ -149,7 +149,7 @@ def test_the_imposed_token_is_the_next_choice_at_a_share_of_the_positions() -> N
     drafted = [DraftedTokens([1, 2, 3], alternatives=np.full((3, 4), 9)) for _ in range(200)]
     starts = list(range(100, 700, 3))
     known = 0
-    for start, before, after in zip(starts, drafted, foreseeing(drafted, starts, 0.85, 1000), strict=True):
+    for start, before, after in zip(starts, drafted, foreseeing(drafted, starts, 1000), strict=True):
         assert after.alternatives is not None
         imposed = [imposed_token(start + i, 1000) for i in range(3)]
         assert after.tokens[:2] == before.tokens[:2] and after.tokens[2] in (3, imposed[2])
@@ -158,4 +158,4 @@ def test_the_imposed_token_is_the_next_choice_at_a_share_of_the_positions() -> N
         known += int((after.alternatives[:, 1] != 9).sum())
     assert 0.8 < known / 600 < 0.9
     alone = [DraftedTokens([1, 2, 3]), DraftedTokens([4, 5, 6])]
-    assert [each.tokens[:2] for each in foreseeing(alone, [7, 9], 1.0, 1000)] == [[1, 2], [4, 5]]
+    assert [each.tokens[:2] for each in foreseeing(alone, [7, 9], 1000)] == [[1, 2], [4, 5]]

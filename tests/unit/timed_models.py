@@ -21,7 +21,6 @@ from specahead.engine.steps.outputs import RoundsUnderWay, StepUnderWay
 from specahead.engine.steps.requests import RoundOutput, RoundRequest
 from specahead.kernels.linear import MOST_ROWS
 from specahead.lab.benchmarks.scripted import KV_HEADS, LAYERS, VOCAB, ScriptedRunner, scripted_plan
-from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts
 from specahead.lab.benchmarks.serving.parts import MeasuredDrafter
 from specahead.wire import messages as m
@@ -322,10 +321,7 @@ class _Side:
 
 
 class TimedPair(Timed):
-    """A target and a draft service, each on a device and a host of its own.
-
-    foresight: share of the positions at which the draft's second choice is what is imposed where its first is refused.
-    """
+    """A target and a draft service, each on a device and a host of its own."""
 
     def __init__(
         self,
@@ -334,7 +330,6 @@ class TimedPair(Timed):
         context: int,
         acceptance: float,
         branches: int = 8,
-        foresight: float = 0.85,
         confirmation: float = 1.0,
         alternatives: float | None = None,
         **others: Any,
@@ -346,7 +341,7 @@ class TimedPair(Timed):
         limits = {"max_sessions": settings.max_sessions, "max_context": settings.max_context, "prefill_chunk": 8192}
         drafting = draft_settings(gamma=None, max_gamma=settings.most_drafted, branches=branches, **limits)
         self.verifier = Verifier(self.target, PLAN, settings, _judge(acceptance, confirmation, alternatives))
-        self.drafter = MeasuredDrafter(draft, PLAN, drafting, controls=lambda: Controls(foresight=foresight))
+        self.drafter = MeasuredDrafter(draft, PLAN, drafting)
         self._target, self._draft = _Side(self.verifier), _Side(self.drafter)
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, and which was asked for first
         self._count = 0

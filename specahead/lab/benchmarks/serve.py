@@ -27,8 +27,8 @@ from specahead.lab.benchmarks import agents, arrivals
 from specahead.lab.benchmarks.flags import add_agents_flags
 from specahead.lab.benchmarks.processes import children
 from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, Figures, Load, run_clients
-from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, note
+from specahead.lab.benchmarks.serving.imposed import CONFIRMATION
 from specahead.lab.benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
 
 _ATTEMPTS = 3  # at a run in which all sessions generate at some time
@@ -61,7 +61,7 @@ def run(flags: argparse.Namespace) -> None:
     head = {
         "date": datetime.now(UTC).date().isoformat(),
         "models": f"target {flags.target_shape}, draft {flags.draft_shape}, random weights, "
-        f"imposed acceptance {flags.acceptance} a token, confirmation {flags.confirmation} a screened token",
+        f"imposed acceptance {flags.acceptance} a token, confirmation {CONFIRMATION} a screened token",
         "services": _describe_services(pairs[0]),
         "command": shlex.join(["specahead", *_command(flags)]),
     }
@@ -97,7 +97,6 @@ def _pair(flags: argparse.Namespace, speculation: dict[str, Any]) -> Pair:
         draft_shape=flags.draft_shape,
         acceptance=flags.acceptance,
         budget=flags.budget,
-        confirmation=flags.confirmation,
         draft=flags.draft,
         together=together,
         speculation=speculation,
@@ -133,8 +132,8 @@ def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
     least = 8 * (most + 1)
     if flags.tokens < least:
         raise ValueError(f"--tokens {flags.tokens}: with {most} proposed a round it takes {least} to time rounds")
-    if flags.targets < 0 or flags.repeat < 1 or flags.part_limit <= 0:
-        raise ValueError("--repeat and --part-limit must be positive, --targets at least 0")
+    if flags.targets < 0 or flags.part_limit <= 0:
+        raise ValueError("--part-limit must be positive, --targets at least 0")
     if flags.draft == "none" and "none" not in flags.modes:
         raise ValueError("--draft none measures targets alone: give none among --modes, or another --draft")
     if not (flags.shapes or flags.agents or flags.arrivals):
@@ -155,6 +154,7 @@ def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape]) -> None:
         for way in _ways_of_agents(run, pair, Way("", overridden)):
             _measure_agents(run, deployment, endpoints.http, way)
         known: set[int] = {row.context for row in run.results.prompts}
+        deployment.attach_draft(False)
         for shape in shapes:
             with _noted_failure(run, f"{shape}, prompts"):
                 _read_prompts(run, address, shape, is_new=shape.context not in known)
@@ -162,10 +162,8 @@ def _measure_deployment(run: _Run, pair: Pair, shapes: list[Shape]) -> None:
             alone = Way("none")
             if "none" in flags.modes and pair.draft in ("model", "none") and run.results.rate_of(shape, alone) is None:
                 _measure_row(run, deployment, address, shape, alone)
+        deployment.attach_draft(True)
         for shape, mode in itertools.product(shapes, drafted):
-            # Only a draft that drafts before the verdict is asked what it will be.
-            foresight = 0.0 if pair.together else flags.foresight
-            deployment.control(Controls(foresight=foresight))
             _measure_row(run, deployment, address, shape, Way(mode, overridden))
         note("stopping the services")
 
@@ -182,7 +180,7 @@ def _ways_of_agents(run: _Run, pair: Pair, way: Way) -> list[Way]:
 
 def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> None:
     """Measure agents that take turns, and requests that come at random, over HTTP."""
-    deployment.control(Controls(attached=way.mode != "none"))
+    deployment.attach_draft(way.mode != "none")
     asked, parser = run.flags, argparse.ArgumentParser()
     add_agents_flags(parser)
     of_mode = ["none", "exact", "approximate"].index(way.mode)  # no mode finds another's prompts
@@ -232,22 +230,21 @@ def _read_prompts(run: _Run, address: str, shape: Shape, is_new: bool) -> None:
 
 
 def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, way: Way) -> None:
-    """Measure one row, as often as is asked for."""
+    """Measure one row."""
     gamma = most_gamma(deployment.pair.speculation)
     with _noted_failure(run, f"{shape}, {way}"):
         exactness = "approximate" if way.mode == "approximate" else "exact"
 
-        def measure(tokens: int, repeat: int) -> Figures:
-            name = f"{shape} {way} {repeat}"
-            return run_clients(address, _load(run, name, shape, tokens, exactness, max(0, repeat)))
+        def measure(tokens: int, attempt: int) -> Figures:
+            name = f"{shape} {way} {attempt}"
+            return run_clients(address, _load(run, name, shape, tokens, exactness, max(0, attempt)))
 
-        def measure_all_at_once(repeat: int) -> Figures:
+        def measure_all_at_once() -> Figures:
             """Measure a run in which at some time all sessions generate; where the machine does other things, they may
             have come one after the other.
             """
             for attempt in range(_ATTEMPTS):
-                figures = measure(run.flags.tokens, repeat + attempt * run.flags.repeat)
-                if figures.tokens_a_second:
+                if (figures := measure(run.flags.tokens, attempt)).tokens_a_second:
                     return figures
             raise ValueError(f"at no moment did all {shape.sessions} sessions generate; give more --tokens")
 
@@ -259,28 +256,18 @@ def _measure_row(run: _Run, deployment: Deployment, address: str, shape: Shape, 
             drafted_after = _wait_until_drafted(
                 run, lambda: measure(TRIED_ROUNDS * (gamma + 1), -1), f"{shape}, {way}", tries
             )
-        runs = [measure_all_at_once(repeat) for repeat in range(run.flags.repeat)]
-        rates = [figures.tokens_a_second for figures in runs]
-        note(f"{shape}, {way}: {', '.join(f'{rate:.0f}' for rate in rates)} tokens/s")
-        kept = sorted(runs, key=lambda figures: figures.tokens_a_second)[len(runs) // 2]
+        figures = measure_all_at_once()
+        note(f"{shape}, {way}: {figures.tokens_a_second:.0f} tokens/s")
         breakdown = None
         if run.flags.breakdown:
             with _noted_failure(run, f"{shape}, {way}, breakdown"):
                 served = deployment.pair.draft == "model" and way.mode != "none"
-                drafted = served and kept.plain_share < 1  # the target may decide against it
+                drafted = served and figures.plain_share < 1  # the target may decide against it
                 draft = "draft" if drafted else ""
-                breakdown = deployment.breakdown(kept.name, deployment.targets[0], draft)
-        row = _row(run, shape, way, rates, kept)
-        run.results.add(replace(row, breakdown=breakdown, drafted_after=drafted_after))
-
-
-def _row(run: _Run, shape: Shape, way: Way, rates: list[float], kept: Figures) -> ServeRow:
-    """The row of the run that is kept, beside the rows that it is compared with."""
-    none = run.results.rate_of(shape, Way("none"))
-    rate = kept.tokens_a_second
-    return ServeRow(
-        shape=shape, way=way, runs=rates, figures=kept, of_none=rate / none if none and way.mode != "none" else None
-    )
+                breakdown = deployment.breakdown(figures.name, deployment.targets[0], draft)
+        none = run.results.rate_of(shape, Way("none"))
+        of_none = figures.tokens_a_second / none if none and way.mode != "none" else None
+        run.results.add(ServeRow(shape, way, figures, of_none, breakdown, drafted_after))
 
 
 def _wait_until_drafted(run: _Run, try_rounds: Callable[[], Figures], what: str, most: int | None) -> float:

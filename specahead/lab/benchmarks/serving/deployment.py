@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from specahead.lab.benchmarks.processes import (
 )
 from specahead.lab.benchmarks.serving.breakdown import Breakdown, break_down, time_shares
 from specahead.lab.benchmarks.serving.clients import SETTLED
-from specahead.lab.benchmarks.serving.controls import Controls
 from specahead.lab.benchmarks.serving.timeline import Timeline, read_timeline, timeline_of_draft
 from specahead.lab.benchmarks.shapes import SHAPES
 from specahead.lab.evaluation.plans import save_plan
@@ -51,8 +50,6 @@ class Pair:
     """Probability that a drafted token is kept."""
     budget: float
     """Share of the KV that approximate sessions read."""
-    confirmation: float = 1.0
-    """Probability that a dense pass keeps a token that sparse attention accepted before."""
     draft: str = "model"
     """model, or another value of the setting `draft`: self, lookup, auto, none."""
     together: bool = False
@@ -121,13 +118,12 @@ class Deployment:
         self._addresses = dict(zip(pair.names, free_addresses(len(pair.names)), strict=True))
         self._launched: dict[str, float] = {}
         self.start_seconds: dict[str, float] = {}  # from a service's start until it served, by name
-        self.control(Controls(attached=False))
 
     def start(self) -> Endpoints:
         """Start the services and the endpoints over them; return the endpoints' addresses.
 
-        All load at once. The draft stays away from its targets until controls attach it. Raises ChildProcessError for
-        a process that does not start in time.
+        All load at once. The draft stays away from its targets until `attach_draft`. Raises ChildProcessError for a
+        process that does not start in time.
         """
         processes = {name: self._launch(name) for name in self.targets}
         of_targets = {gpu for name in self.targets for gpu in self.pair.gpus.get(name, ())}
@@ -164,11 +160,9 @@ class Deployment:
                 return False
             raise
 
-    def control(self, controls: Controls) -> None:
-        """Say how the draft drafts from its next session on."""
-        whole = self._controls.with_suffix(".new")  # the draft never reads a half of it
-        whole.write_text(json.dumps(asdict(controls)))
-        whole.replace(self._controls)
+    def attach_draft(self, attached: bool) -> None:
+        """Let the draft draft from the next session on, or no longer. A draft service, once attached, stays so."""
+        self._attached.touch() if attached else self._attached.unlink(missing_ok=True)
 
     def timeline(self, name: str) -> Path:
         """Return where a service writes its timeline."""
@@ -202,8 +196,8 @@ class Deployment:
         return timeline_of_draft(self.timeline(target)) if self.pair.together else self.timeline(draft)
 
     @property
-    def _controls(self) -> Path:
-        return self.folder / "controls.json"
+    def _attached(self) -> Path:
+        return self.folder / "attached"
 
     def _launch_endpoints(self) -> "subprocess.Popen[str]":
         named = ("--target", self._models["target"], "--draft", self._models["draft"], "--plan", self._plan)
@@ -215,7 +209,7 @@ class Deployment:
         side, sessions = side_of(name), self._room.sessions
         command = [_SERVICE, side, "--model", self._models[side], "--plan", self._plan, "--load-format", "dummy"]
         command += ["--port", port_of(self._addresses[name]), "--max-model-len", str(self._room.context)]
-        command += ["--logging", '{"level": "warning"}', "--controls", str(self._controls)]
+        command += ["--logging", '{"level": "warning"}', "--attached-while", str(self._attached)]
         command += ["--timeline", str(self.timeline(name))] if self._timed else []
         if side == "target":
             command += self._target_flags(name)
@@ -229,7 +223,7 @@ class Deployment:
 
     def _target_flags(self, name: str) -> list[str]:
         pair = self.pair
-        own = ["--acceptance", str(pair.acceptance), "--confirmation", str(pair.confirmation)]
+        own = ["--acceptance", str(pair.acceptance)]
         own += ["--draft", self._models["draft"] if pair.draft == "model" else pair.draft]
         own += ["--quantization", pair.quantization, "--kv-cache-dtype", pair.kv_cache_dtype]
         own += ["--tensor-parallel-size", str(pair.tensor_parallel_size)]

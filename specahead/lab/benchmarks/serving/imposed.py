@@ -14,6 +14,8 @@ from target_service.planning import VerifyRound
 
 _AT_ONCE = 256  # positions whose numbers are drawn together
 ALTERNATIVES_RIGHT = 0.7  # of the acceptance, how often a second choice is right; the bundled pair has that at 0.8
+CONFIRMATION = 0.989  # of the bundled pair
+FORESIGHT = 0.85  # share of the positions at which a draft's next choice is the token that the target adds
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,15 @@ def imposed_token(position: Any, vocab_size: int) -> Any:
     return position * 7919 % vocab_size
 
 
-def foreseeing(
-    drafted: list[DraftedTokens], starts: list[int], foresight: float, vocab: int
-) -> Iterable[DraftedTokens]:
-    """Yield drafted tokens so that the draft's next choice is the imposed token at a share of the positions.
+def foreseeing(drafted: list[DraftedTokens], starts: list[int], vocab: int) -> Iterable[DraftedTokens]:
+    """Yield drafted tokens so that the draft's next choice is the imposed token at FORESIGHT of the positions.
 
     drafted: all outcomes of a step, each with equally many tokens. starts: the position of each one's first token.
-    foresight: that share. Which positions are foreseen depends on the position alone.
+    Which positions are foreseen depends on the position alone.
     """
     tokens = np.array([each.tokens for each in drafted])
     positions = np.array(starts)[:, None] + np.arange(tokens.shape[1])
-    known = positions * 2654435761 % 2**32 < foresight * 2**32
+    known = positions * 2654435761 % 2**32 < FORESIGHT * 2**32
     imposed = imposed_token(positions, vocab)
     tokens[:, -1] = np.where(known[:, -1], imposed[:, -1], tokens[:, -1])
     if any(each.alternatives is None for each in drafted):

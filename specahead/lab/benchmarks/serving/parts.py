@@ -17,8 +17,7 @@ from draft_service.steps import DraftStep, DraftStepResult
 from specahead.config import TargetSettings
 from specahead.engine.steps.requests import RoundOutput
 from specahead.lab.benchmarks.recording import ReadRecording
-from specahead.lab.benchmarks.serving.controls import Controls
-from specahead.lab.benchmarks.serving.imposed import ImposedVerdicts, foreseeing
+from specahead.lab.benchmarks.serving.imposed import CONFIRMATION, ImposedVerdicts, foreseeing
 from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
 from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
 from target_service import service as target_service
@@ -38,17 +37,14 @@ def target_parts(settings: TargetSettings, flags: argparse.Namespace) -> Iterato
     drafting = None
     if flags.timeline and settings.draft_in_target:
         drafting = Recorder(str(timeline_of_draft(Path(flags.timeline))), _drafted_rounds)
-    judge = None
-    if flags.acceptance is not None:
-        judge = ImposedVerdicts(flags.acceptance, flags.confirmation, flags.alternatives)
     parts = target_service.Parts(
         hooks=Hooks(
-            judge=judge,
+            judge=None if flags.acceptance is None else ImposedVerdicts(flags.acceptance, CONFIRMATION),
             on_round=None if recording is None else recording.add,
             on_draft_event=None if judging is None else partial(_note_arrival, judging, Proposals),
         ),
-        drafter=_drafter_factory(flags.controls, drafting),
-        steps=partial(_target_steps, flags.controls, judging, drafting),
+        drafter=_drafter_factory(drafting),
+        steps=partial(_target_steps, flags.attached_while, judging, drafting),
     )
     try:
         yield parts
@@ -61,9 +57,9 @@ def draft_parts(flags: argparse.Namespace) -> draft_service.Parts:
     """Return the parts of a draft service by the flags of service.py."""
     recorder = Recorder(flags.timeline, _drafted_rounds) if flags.timeline else None
     return draft_service.Parts(
-        drafter=_drafter_factory(flags.controls, recorder),
+        drafter=_drafter_factory(recorder),
         steps=partial(_draft_steps, recorder),
-        keep_link=partial(_keep_link_when_attached, flags.controls) if flags.controls else keep_link,
+        keep_link=partial(_keep_link_once, Path(flags.attached_while).exists) if flags.attached_while else keep_link,
     )
 
 
@@ -71,15 +67,15 @@ def draft_parts(flags: argparse.Namespace) -> draft_service.Parts:
 
 
 def _target_steps(
-    controls: str | None,
+    attached_while: str | None,
     judging: Recorder | None,
     drafting: Recorder | None,
     verifier: Verifier,
     drafter: Drafter | None,
 ) -> target_service.Steps:
     steps = target_service.make_steps(verifier, drafter)
-    if drafter is not None and controls:
-        steps = AttachedByControls(steps, verifier, controls)
+    if drafter is not None and attached_while:
+        steps = StepsOfAttachable(steps, verifier, Path(attached_while))
     if judging is None:
         return steps
     judging.is_idle = lambda: not verifier.admission.running
@@ -96,18 +92,18 @@ def _draft_steps(recorder: Recorder | None, drafter: Drafter) -> draft_service.S
     return TimedSteps(drafter, [recorder], lambda step: recorder)
 
 
-class AttachedByControls:
-    """Steps of a target whose own draft is attached or detached between sessions, as its controls say."""
+class StepsOfAttachable:
+    """Steps of a target whose own draft is attached while a file exists. It changes when no session runs."""
 
-    def __init__(self, steps: target_service.Steps, verifier: Verifier, controls: str) -> None:
-        self._steps, self._verifier, self._controls = steps, verifier, controls
+    def __init__(self, steps: target_service.Steps, verifier: Verifier, file: Path) -> None:
+        self._steps, self._verifier, self._file = steps, verifier, file
         self._drafts = list(verifier.protocol.drafts)
         self.execute, self.finish_step = steps.execute, steps.finish_step
         self.fail_step, self.next_deadline = steps.fail_step, steps.next_deadline
 
     def plan_step(self) -> Any:
         if not self._verifier.admission.running:
-            self._attach(Controls.read(self._controls).attached)
+            self._attach(self._file.exists())
         return self._steps.plan_step()
 
     def _attach(self, wanted: bool) -> None:
@@ -119,9 +115,9 @@ class AttachedByControls:
                 protocol.detach(draft)
 
 
-async def _keep_link_when_attached(controls: str, *link: Any) -> None:
-    """Keep a link as soon as the controls allow it."""
-    while not Controls.read(controls).attached:
+async def _keep_link_once(is_attached: Callable[[], bool], *link: Any) -> None:
+    """Keep a link as soon as the draft is to be attached."""
+    while not is_attached():
         await asyncio.sleep(0.05)
     await keep_link(*link)
 
@@ -157,42 +153,30 @@ def _note_arrival(recorder: Recorder, kind: type[Proposals] | type[Verdict], eve
 # The draft's model
 
 
-def _drafter_factory(controls: str | None, recorder: Recorder | None) -> Callable[..., Drafter]:
+def _drafter_factory(recorder: Recorder | None) -> Callable[..., Drafter]:
     arrived: Arrived = (lambda event: None) if recorder is None else partial(_note_arrival, recorder, Verdict)
-    return partial(
-        MeasuredDrafter, controls=partial(Controls.read, controls) if controls else Controls, arrived=arrived
-    )
+    return partial(MeasuredDrafter, arrived=arrived)
 
 
 class MeasuredDrafter(Drafter):
-    """A drafter that foresees imposed tokens, as its controls say.
+    """A drafter that foresees imposed tokens where it drafts before the verdict.
 
-    controls: read again whenever no session is drafted for. arrived: called with each message of a target.
+    arrived: called with each message of a target.
     """
 
-    def __init__(
-        self, *drafter: Any, controls: Callable[[], Controls] = Controls, arrived: Arrived = lambda event: None
-    ) -> None:
+    def __init__(self, *drafter: Any, arrived: Arrived = lambda event: None) -> None:
         super().__init__(*drafter)
-        self._read_controls, self._arrived = controls, arrived
-        self._controls = Controls()
+        self._arrived = arrived
 
     def receive(self, peer: TargetPeer, event: TargetEvent) -> None:
         self._arrived(event)
         super().receive(peer, event)
 
-    def plan_step(self, may_read: Callable[[str], bool] = lambda session: True) -> DraftStep | None:
-        if not self.session_count:
-            self._controls = self._read_controls()
-        return super().plan_step(may_read)
-
     def execute(self, step: DraftStep) -> DraftStepResult:
         result = super().execute(step)
-        if self._controls.foresight > 0 and self.overlaps:
-            result = replace(result, rounds=self._foreseeing(step, result, self._controls.foresight))
-        return result
+        return replace(result, rounds=self._foreseeing(step, result)) if self.overlaps else result
 
-    def _foreseeing(self, step: DraftStep, result: DraftStepResult, foresight: float) -> list[RoundOutput]:
+    def _foreseeing(self, step: DraftStep, result: DraftStepResult) -> list[RoundOutput]:
         """Return the rounds of a step with imposed tokens among the draft's choices."""
         starts = [
             item.session.skipped + start
@@ -200,5 +184,5 @@ class MeasuredDrafter(Drafter):
             for start in [branch.length + 1 for branch in item.request.branches] or [item.base]
         ]
         drafted = [branch for output in result.rounds for branch in output.branches]
-        imposed = iter(foreseeing(drafted, starts, foresight, self.runner.vocab_size))
+        imposed = iter(foreseeing(drafted, starts, self.runner.vocab_size))
         return [replace(output, branches=[next(imposed) for _ in output.branches]) for output in result.rounds]

@@ -63,17 +63,15 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class ServeRow:
-    """The run of median tokens a second."""
+    """Sessions of one shape, served in one way."""
 
     shape: Shape
     way: Way
-    runs: list[float]
-    """Tokens a second of each run."""
     figures: Figures
-    of_none: float | None = None
+    of_none: float | None
     """Tokens a second over those of the target alone."""
-    breakdown: Breakdown | None = None
-    drafted_after: float = 0.0
+    breakdown: Breakdown | None
+    drafted_after: float
     """Seconds of runs before until nearly all rounds were drafted; in a shape's first row the draft reads prompts."""
 
 

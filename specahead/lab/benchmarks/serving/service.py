@@ -34,20 +34,10 @@ def main() -> None:
 def add_flags(parser: argparse.ArgumentParser, side: str) -> None:
     """Declare what a service under measurement takes beside its own flags."""
     parser.add_argument("--timeline", metavar="FILE", help="write when each step ran and each message came")
-    parser.add_argument("--controls", metavar="FILE", help="JSON (controls.py), read again whenever no session runs")
+    parser.add_argument("--attached-while", metavar="FILE", help="the draft drafts for targets while this file exists")
     if side == "draft":
         return
     parser.add_argument("--acceptance", type=float, metavar="P", help="keep a drafted token with this probability")
-    parser.add_argument(
-        "--confirmation", type=float, default=1.0, metavar="P", help="confirm a screened token so often"
-    )
-    parser.add_argument(
-        "--alternatives",
-        type=float,
-        default=-1.0,
-        metavar="P",
-        help="probability that a second choice is right (default: 0.7 of --acceptance)",
-    )
     parser.add_argument("--record-reads", metavar="FILE", help="write at the end which blocks approximate rounds read")
 
 
