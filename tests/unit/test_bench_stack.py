@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specahead.cli.main import main
 from specahead.lab.benchmarks import stack
 
 Process = subprocess.Popen[str]
@@ -30,12 +30,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
 @pytest.mark.long
 def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[Process]) -> None:
     file = tmp_path / "stack.json"
-    rows = stack.run(Namespace(sessions=[2], tokens=40, gamma=4, json=str(file)))
+    main(["bench", "stack", "--sessions", "2", "--tokens", "40", "--json", str(file)])
     content = json.loads(file.read_text())
     assert [row["exactness"] for row in content["rows"]] == ["exact", "approximate"]
     assert {"machine", "date", "command"} <= set(content)
-    for row, written in zip(rows, content["rows"], strict=True):
-        assert written == vars(row)
+    for row in (stack.StackRow(**row) for row in content["rows"]):
         assert row.sessions == 2 and row.rounds > 0 and row.messages >= row.rounds
         assert 0 < row.round_p50_ms <= row.round_p95_ms and row.session_round_ms > 0
         assert 1 < row.tokens_a_round < 5  # some proposals were accepted, and some not

@@ -33,7 +33,8 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundSettings
 from specahead.kernels.kv_scales import KVScales, keys_of_pages, keys_to_pages, values_of_pages, values_to_pages
-from specahead.lab.evaluation.shared_choice import Reader, SharingRow, logits_of, measure, to_text
+from specahead.lab.evaluation.shared_choice import COLUMNS, Reader, SharingRow, logits_of, measure
+from specahead.lab.results import text_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, PROMPT, LENGTH = 3, 300, 340
@@ -266,7 +267,7 @@ def test_what_sharing_changes_is_measured_against_a_choice_of_each_token(tiny: T
     assert own == SharingRow("tiny", 1, own.nats, 0, 0, pytest.approx(0, abs=1e-6), 1.0)
     assert shared.increase == pytest.approx(shared.nats - own.nats) and shared.standard_error > 0
     assert dense.variation > 0.001 < shared.variation and len({dense.nats, own.nats, shared.nats}) == 3
-    assert to_text([dense, own, shared]).splitlines()[3].startswith("tiny   the first of 4")
+    assert text_table(COLUMNS, [dense, own, shared]).splitlines()[3].startswith("tiny   the first of 4")
 
 
 def generate(runner: ModelRunner, proposals: list[list[int]], count: int) -> tuple[list[int], list[int]]:

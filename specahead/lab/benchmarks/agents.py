@@ -7,12 +7,10 @@ texts. Times are the client's own. Knows nothing of how the server works.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import numpy as np
 from specahead.lab.benchmarks import arrivals
 from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
 from specahead.lab.endpoint import Endpoint
+from specahead.lab.results import Columns, describe_run, processor, text_table, write_json
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,11 @@ def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]
         raise ValueError("--agents, --added and --generated must be positive, --turns at least 2")
     if not 1 <= flags.context[0] <= flags.context[1]:
         raise ValueError(f"--context {flags.context[0]} {flags.context[1]}: expected the least and the most tokens")
-    rows, told = measure(flags)
-    print(report(rows, told))
-    if flags.json:
-        load = {name: getattr(flags, name) for name in ("turns", "context", "added", "generated", "pause", "seed")}
-        head = {"date": datetime.now(UTC).date().isoformat(), "load": load, "server returns token ids": told}
-        content = head | {"rows": [asdict(row) for row in rows]}
-        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+    head, (rows, told_ids) = describe_run(flags, processor()), measure(flags)
+    print(report(rows))
+    if not told_ids:
+        print("The server returns no token ids: other tokens took the place of its answers in later prompts.")
+    write_json(flags.json, head | {"server returns token ids": told_ids, "rows": [asdict(row) for row in rows]})
     if flags.plot:
         columns = {
             "whole turn, median": "turn_p50",
@@ -132,17 +129,17 @@ def row_of(agents: int, turns: Sequence[Turn]) -> AgentsRow:
     )
 
 
-def report(rows: Sequence[AgentsRow], told_ids: bool = True) -> str:
+_COLUMNS: Columns[AgentsRow] = {
+    "agents": lambda row: str(row.agents),
+    "tokens/s": lambda row: f"{row.tokens_a_second:.1f}",
+    "first p50": lambda row: f"{row.first_token_p50:.3f} s",
+    "p95": lambda row: f"{row.first_token_p95:.3f} s",
+    "turn p50": lambda row: f"{row.turn_p50:.2f} s",
+    "first turn: first p50": lambda row: f"{row.opening_first_token_p50:.2f} s",
+}
+
+
+def report(rows: Sequence[AgentsRow]) -> str:
     """Return the table."""
-    lines = [
-        f"{'agents':>6} {'tokens/s':>9} {'first p50':>10} {'p95':>9} {'turn p50':>9} {'first turn: first p50':>22}"
-    ]
-    for row in rows:
-        lines.append(
-            f"{row.agents:>6} {row.tokens_a_second:>9.1f} {row.first_token_p50:>8.3f} s {row.first_token_p95:>7.3f} s "
-            f"{row.turn_p50:>7.2f} s {row.opening_first_token_p50:>20.2f} s"
-        )
-    lines.append("Later turns alone, but for the last column. First: from the request to the first token.")
-    if not told_ids:
-        lines.append("The server returns no token ids: other tokens took the place of its answers in later prompts.")
-    return "\n".join(lines)
+    legend = "Later turns alone, but for the last column. First: from the request to the first token."
+    return f"{text_table(_COLUMNS, rows, left=0)}\n{legend}"

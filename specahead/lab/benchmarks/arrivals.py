@@ -5,18 +5,17 @@ conversations, and a fifth of the requests is sampled. Prompts share nothing. Ti
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
 from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
 from specahead.lab.endpoint import Endpoint
+from specahead.lab.results import Columns, describe_run, live_head, live_line, processor, write_json
 
 # Quantiles of the 12,031 requests of Mooncake's trace of conversations (FAST25-release/traces/conversation_trace.jsonl,
 # kvcache-ai/Mooncake, Apache-2.0): tokens of prompts and of answers, which hardly go together (correlation 0.05).
@@ -91,7 +90,18 @@ def _lengths(random: np.random.Generator, quantiles: Sequence[int], count: int) 
 
 
 def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
-    """Measure a row for each rate, print the table, and write it to the JSON file if one is named.
+    """Measure and print a row for each rate, and write them to the JSON file if one is named. Raises as `measure`."""
+    rows = measure(flags)
+    write_json(flags.json, describe_run(flags, processor()) | {"rows": [asdict(row) for row in rows]})
+    if flags.plot:
+        names, spans = {"whole turn": "turn", "first token": "first_token"}, {"median": "p50", "99 % within": "p99"}
+        lines = {f"{label}, {span}": f"{name}_{q}" for label, name in names.items() for span, q in spans.items()}
+        plot_latency(flags.arrivals, rows, lines, "requests a second", Path(flags.plot))
+    return rows
+
+
+def measure(flags: argparse.Namespace) -> list[ArrivalsRow]:
+    """Return a row for each rate, and print each as it comes.
 
     Raises ValueError for flags that give nothing to measure and where a server refuses every request, OSError if it
     does not answer.
@@ -102,25 +112,23 @@ def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     warm_up(client, source, flags.seed)
     warm_up(client, source, flags.seed, TEMPERATURE)
     rows = []
-    print(f"{'rate':>7} {'tokens/s':>9} {'first p50':>10} {'p99':>9} {'turn p50':>9} {'p99':>9} {'refused':>8}")
+    print(live_head(_COLUMNS))
     for number, rate in enumerate(flags.arrivals):
         asked = load_of(rate, flags.requests, flags.seed, flags.scale)
-        row = row_of(rate, _ask_all(client, source, asked, (flags.seed, number)))
-        print(
-            f"{rate:>5g}/s {row.tokens_a_second:>9.1f} {row.first_token_p50:>8.3f} s {row.first_token_p99:>7.3f} s "
-            f"{row.turn_p50:>7.2f} s {row.turn_p99:>7.2f} s {row.refused:>8}",
-            flush=True,
-        )
-        rows.append(row)
-    if flags.json:
-        load = {"requests": flags.requests, "scale": flags.scale, "seed": flags.seed, "sampled": SAMPLED}
-        content = {"date": datetime.now(UTC).date().isoformat(), "load": load, "rows": [asdict(row) for row in rows]}
-        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
-    if flags.plot:
-        names, spans = {"whole turn": "turn", "first token": "first_token"}, {"median": "p50", "99 % within": "p99"}
-        lines = {f"{label}, {span}": f"{name}_{q}" for label, name in names.items() for span, q in spans.items()}
-        plot_latency(flags.arrivals, rows, lines, "requests a second", Path(flags.plot))
+        rows.append(row_of(rate, _ask_all(client, source, asked, (flags.seed, number))))
+        print(live_line(_COLUMNS, rows[-1]), flush=True)
     return rows
+
+
+_COLUMNS: Columns[ArrivalsRow] = {
+    "   rate": lambda row: f"{row.rate:g}/s",
+    "tokens/s": lambda row: f"{row.tokens_a_second:.1f}",
+    "first p50": lambda row: f"{row.first_token_p50:.3f} s",
+    "first p99": lambda row: f"{row.first_token_p99:.3f} s",
+    "turn p50": lambda row: f"{row.turn_p50:.2f} s",
+    "turn p99": lambda row: f"{row.turn_p99:.2f} s",
+    "refused": lambda row: str(row.refused),
+}
 
 
 def _ask_all(client: Endpoint, source: TokenSource, load: list[Arrival], seed: tuple[int, int]) -> list[Answered]:

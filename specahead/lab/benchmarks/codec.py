@@ -5,21 +5,17 @@ against the one before, from a BlockSelection to bytes and back, and every resul
 """
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
 
 from specahead.config.garbage import no_garbage_collected
 from specahead.lab.benchmarks.selection_trace import ANNOUNCED, ROUNDS, load_trace, record_trace
-from specahead.lab.benchmarks.stack import processor
+from specahead.lab.results import describe, describe_run, processor, write_json
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.selection_codec import decode_selection, encode_selection
 
@@ -48,16 +44,10 @@ def run(flags: argparse.Namespace) -> None:
     if flags.record:
         record_trace(flags.record, ANNOUNCED)
     rounds, about = load_trace(ANNOUNCED)
-    head = {
-        "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench codec --repeats {flags.repeats}",
-        **{f"trace {key}": value for key, value in about.items()},
-    }
+    head = describe_run(flags, processor()) | {f"trace {key}": value for key, value in about.items()}
     row = _measure(rounds, flags.repeats)
-    print(_report(head, row))
-    if flags.json:
-        Path(flags.json).write_text(json.dumps(head | asdict(row), indent=1) + "\n")
+    print(f"{describe(head)}\n\n{_report(row)}")
+    write_json(flags.json, head | asdict(row))
 
 
 def _measure(rounds: list[BlockSelection], repeats: int) -> CodecRow:
@@ -97,12 +87,10 @@ def _times(call: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def _report(head: dict[str, str], row: CodecRow) -> str:
-    lines = [f"{name}: {value}" for name, value in head.items()]
-    lines.append(
-        f"\n{row.heads} heads x {row.blocks} blocks: {row.first} bytes in a session's first round; in rounds "
+def _report(row: CodecRow) -> str:
+    return (
+        f"{row.heads} heads x {row.blocks} blocks: {row.first} bytes in a session's first round; in rounds "
         f"{FIRST_STEADY + 1} to {ROUNDS} {row.mean:.0f} on average, {row.most} at most\n"
         f"encoding {row.encode_ms:.3f} ms, decoding {row.decode_ms:.3f} ms, medians\n"
         f"Goal: {GOAL_BYTES} bytes on average, {GOAL_MS} ms each way."
     )
-    return "\n".join(lines)

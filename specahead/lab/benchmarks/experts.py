@@ -18,7 +18,7 @@ from specahead.kernels.linear import GroupedWeight, LinearWeight, linear
 from specahead.kernels.mixture import Experts, mix_experts
 from specahead.kernels.mixture.products import Cut, default_cut, multiply_down, multiply_gated
 from specahead.kernels.mixture.routing import Choice, Tiles, choose_experts, plan_tiles, tile_rows
-from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
+from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import random_experts, read_shape_of
 
 COLUMNS, DEPTHS, STAGES = (64, 128), (64, 128, 256), (2, 3, 4, 5)
@@ -123,9 +123,4 @@ def run(flags: argparse.Namespace) -> None:
         del experts
         torch.cuda.empty_cache()
     end_compiling()
-    command = f"specahead bench experts --shape {flags.shape} --rows {' '.join(map(str, flags.rows))} --quantization "
-    command += " ".join(flags.quantization) + (" --cuts" if flags.cuts else "")
-    head = Head.here(command, bandwidth)
-    print(report(head, table, "cuts: outputs x inputs of a step of a program, the default first"))
-    if flags.json:
-        head.write(flags.json, table)
+    report(flags, bandwidth, table, "cuts: outputs x inputs of a step of a program, the default first")

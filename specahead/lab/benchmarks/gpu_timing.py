@@ -1,14 +1,14 @@
 """Timing work on a GPU without the cost of launching it: captured once in a CUDA graph, replayed many times."""
 
-import json
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 
 import torch
+
+from specahead.lab.results import Columns, describe, describe_run, text_table, write_json
 
 AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
 
@@ -85,49 +85,31 @@ class TimedRow:
         return replace(self, what=prefix + self.what)
 
 
-@dataclass(frozen=True)
-class Head:
-    """Where and how a table was made."""
-
-    machine: str
-    date: str
-    command: str
-    bandwidth: float
-    """Bytes a second that copies on the device read and write."""
-
-    @staticmethod
-    def here(command: str, bandwidth: float) -> "Head":
-        import triton
-
-        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-        return Head(machine, datetime.now(UTC).date().isoformat(), command, bandwidth)
-
-    def write(self, file: str, rows: list[TimedRow]) -> None:
-        content = asdict(self) | {"rows": [asdict(row) for row in rows]}
-        Path(file).write_text(json.dumps(content, indent=1) + "\n")
-
-
 def require_gpu() -> None:
     """Raise ValueError without a CUDA device."""
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a CUDA device; torch sees none")
 
 
-def report(head: Head, rows: list[TimedRow], note: str) -> str:
-    width = max(len(row.what) for row in rows)
-    lines = [
-        f"machine: {head.machine}",
-        f"date: {head.date}",
-        f"command: {head.command}",
-        f"copy bandwidth: {head.bandwidth / 1e12:.2f} TB/s, read and written",
-        f"{'':<{width}} {'time':>11} {'floor':>11} {'to floor':>8} {'TB/s':>6} {'rival':>11} {'rival/ours':>10}",
-    ]
-    for row in rows:
-        speed = row.floor / row.milliseconds * head.bandwidth / 1e12
-        other = "" if row.rival is None else f"{row.rival:>8.4f} ms {row.rival / row.milliseconds:>10.2f}"
-        lines.append(
-            f"{row.what:<{width}} {row.milliseconds:>8.4f} ms {row.floor:>8.4f} ms "
-            f"{row.milliseconds / row.floor:>8.2f} {speed:>6.3f} {other}"
-        )
-    lines.append(note)
-    return "\n".join(lines)
+def graphics_processor() -> str:
+    """Return this machine's GPU, and what runs on it."""
+    import triton
+
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def report(flags: argparse.Namespace, bandwidth: float, rows: list[TimedRow], legend: str) -> None:
+    """Print the table, and write it to the JSON file if one is named. bandwidth: as of `copy_bandwidth`."""
+    columns: Columns[TimedRow] = {
+        "": lambda row: row.what,
+        "time": lambda row: f"{row.milliseconds:.4f} ms",
+        "floor": lambda row: f"{row.floor:.4f} ms",
+        "to floor": lambda row: f"{row.milliseconds / row.floor:.2f}",
+        "TB/s": lambda row: f"{row.floor / row.milliseconds * bandwidth / 1e12:.3f}",
+        "rival": lambda row: "" if row.rival is None else f"{row.rival:.4f} ms",
+        "rival/ours": lambda row: "" if row.rival is None else f"{row.rival / row.milliseconds:.2f}",
+    }
+    head = describe_run(flags, graphics_processor())
+    head["copy bandwidth"] = f"{bandwidth / 1e12:.2f} TB/s, read and written"
+    print(f"{describe(head)}\n{text_table(columns, rows, left=1)}\n{legend}")
+    write_json(flags.json, head | {"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]})

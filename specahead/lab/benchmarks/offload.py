@@ -13,14 +13,11 @@ Resident KV holds what the home holds, and the logits of all rounds of a replay'
 import argparse
 import gc
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.lab.benchmarks.gpu_timing import require_gpu
+from specahead.lab.benchmarks.gpu_timing import graphics_processor, require_gpu
 from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
     HOME_LAYERS,
@@ -49,6 +46,7 @@ from specahead.lab.benchmarks.offload_steps import (
 from specahead.lab.benchmarks.read_trace import ReadTrace, about_reads, load_reads
 from specahead.lab.benchmarks.selection_trace import ROWS
 from specahead.lab.benchmarks.shapes import Shape, random_decoder, read_shape_of
+from specahead.lab.results import Columns, describe, describe_run, live_line, text_table, write_json
 
 SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces
 SHORTEST = 16 * PAGE_SIZE
@@ -251,74 +249,38 @@ def run(flags: argparse.Namespace) -> None:
         for case in tqdm(cases, desc="replaying"):
             for row in bench.rows(case):
                 rows.append(row)
-                tqdm.write(_line(row), sys.stderr)  # what there is, should the rest not come
-    head = _head(flags, device, bench.link, homes)
-    print(report(head, rows))
-    if flags.json:
-        content = head | {"rows": [asdict(row) for row in rows]}
-        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
-
-
-# The table.
-
-
-def _head(flags: argparse.Namespace, device: torch.device, link: float, homes: int) -> dict[str, str | float]:
-    machine = "no GPU: a rehearsal, times say nothing"
-    if device.type == "cuda":
-        import triton
-
-        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    head: dict[str, str | float] = {
-        "machine": machine,
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": command_of(flags),
-        "link": f"{link / 1e9:.1f} GB/s, bulk copies",
-        "link_bytes_a_second": link,
+                tqdm.write(live_line(_COLUMNS, row), sys.stderr)  # what there is, should the rest not come
+    machine = graphics_processor() if device.type == "cuda" else "no GPU: a rehearsal, times say nothing"
+    head = describe_run(flags, machine) | {
+        "link": f"{bench.link / 1e9:.1f} GB/s, bulk copies",
         "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {HOME_LAYERS} layers, the others share them",
         "traces": ", ".join(f"{key} {value}" for key, value in about_reads().items()),
     }
-    return head
+    print(f"{describe(head)}\n{text_table(_COLUMNS, rows, left=1)}\n{_LEGEND}")
+    write_json(flags.json, head | {"link_bytes_a_second": bench.link, "rows": [asdict(row) for row in rows]})
 
 
-def command_of(flags: argparse.Namespace) -> str:
-    lists = {name: getattr(flags, name) for name in ("contexts", "shares", "batches", "hot")}
-    words = [f"--{name} {' '.join(map(str, values))}" for name, values in lists.items()]
-    return f"specahead bench offload --shape {flags.shape} {' '.join(words)} --passes {flags.passes}"
-
-
-def report(head: dict[str, str | float], rows: list[OffloadRow]) -> str:
-    lines = [f"{name}: {value}" for name, value in head.items() if isinstance(value, str)]
-    lines.append(
-        f"{'':<12} {'read':>7} {'hot':>6} {'way':<9} {'step':>10} {'p95':>10} {'to resident':>11} {'pages':>8} "
-        f"{'missed':>14} {'no slot':>7} {'fetched':>9} {'of link':>7} {'bound':>10} {'to bound':>8} "
-        f"same"
-    )
-    lines += [_line(row) for row in rows]
-    lines.append(
-        f"Means over the rounds from the {SETTLED + 1}th on, nothing hot before the first; p95 of the same. Read: as "
-        "asked of the\nselection, to which come the first block, the window and the round's own. Hot: frames, of all "
-        "pages. Pages, each of\na layer and KV head: read a step; missed: fetched over the link; no slot: neither hot "
-        "nor fetched, and the step is void.\nBound: the resident step, or what was "
-        "fetched at the link's bulk rate.\nSame: whether all logits of so many rounds (of the last pass, without void "
-        "ones) are those of the resident step, in\nevery bit; if not, the greatest difference; -: nothing to compare "
-        "with."
-    )
-    return "\n".join(lines)
-
-
-def _line(row: OffloadRow) -> str:
-    ratio = "" if row.to_resident is None else f"{row.to_resident:.3f}"
-    excess = f"{row.milliseconds / row.bound:.3f}" if row.bound else ""
-    missed = f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}"
-    return (
-        f"{f'{row.batch} x {row.context}':<12} {row.share:>7.2%} {row.hot:>6.1%} {row.way:<9} "
-        f"{row.milliseconds:>7.3f} ms {row.p95:>7.3f} ms {ratio:>11} {row.pages_read:>8,.0f} {missed:>14} "
-        f"{row.pages_refused / row.pages_read:>7.2%} {row.bytes_fetched / 1e6:>6.1f} MB "
-        f"{row.link_used:>7.1%} {row.bound:>7.3f} ms {excess:>8} {_same(row)}"
-    )
-
-
-def _same(row: OffloadRow) -> str:
-    if row.way == RESIDENT or row.check.same is None:
-        return "" if row.way == RESIDENT else "-"
-    return f"{row.check} ({row.check.rounds} rounds)"
+_COLUMNS: Columns[OffloadRow] = {
+    "case       ": lambda row: f"{row.batch} x {row.context}",
+    "read": lambda row: f"{row.share:.2%}",
+    "hot": lambda row: f"{row.hot:.1%}",
+    "way": lambda row: row.way,
+    "step": lambda row: f"{row.milliseconds:.3f} ms",
+    "p95": lambda row: f"{row.p95:.3f} ms",
+    "to resident": lambda row: "" if row.to_resident is None else f"{row.to_resident:.3f}",
+    "pages": lambda row: f"{row.pages_read:,.0f}",
+    "missed": lambda row: f"{row.pages_fetched:,.0f} {row.pages_fetched / row.pages_read:>6.2%}",
+    "no slot": lambda row: f"{row.pages_refused / row.pages_read:.2%}",
+    "fetched": lambda row: f"{row.bytes_fetched / 1e6:.1f} MB",
+    "of link": lambda row: f"{row.link_used:.1%}",
+    "bound": lambda row: f"{row.bound:.3f} ms",
+    "to bound": lambda row: f"{row.milliseconds / row.bound:.3f}" if row.bound else "",
+    "same": lambda row: "" if row.way == RESIDENT else str(row.check),
+}
+_LEGEND = f"""\
+Means over the rounds from the {SETTLED + 1}th on, nothing hot before the first; p95 of the same. Read: as asked of the
+selection, to which come the first block, the window and the round's own. Hot: frames, of all pages. Pages, each of
+a layer and KV head: read a step; missed: fetched over the link; no slot: neither hot nor fetched, and the step is void.
+Bound: the resident step, or what was fetched at the link's bulk rate.
+Same: whether all logits of so many rounds (of the last pass, without void ones) are those of the resident step, in
+every bit; if not, the greatest difference; -: nothing to compare with."""

@@ -95,7 +95,7 @@ class Check:
     def __str__(self) -> str:
         if self.same is None:
             return "-"
-        return "yes" if self.same else f"no, {self.difference:.1e}"
+        return f"{'yes' if self.same else f'no, {self.difference:.1e}'} ({self.rounds} rounds)"
 
 
 def compare_logits(got: list[Tensor | None], wanted: list[Tensor | None]) -> Check:

@@ -6,10 +6,8 @@ processes would take hours, and would measure the machine's cores.
 """
 
 import argparse
-import json
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,6 +19,7 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.benchmarks.request_trace import BLOCK, TracedRequest, read_trace
 from specahead.lab.benchmarks.virtual_cluster import StepTimes, VirtualClock, VirtualTarget, attach_draft
+from specahead.lab.results import Columns, describe, describe_run, live_head, live_line, processor, write_json
 from specahead.wire.messages import Closed, Commit, Exactness, Open, Report, ServedEvent
 
 _CHUNK = 8192  # prompt tokens of a step
@@ -52,26 +51,24 @@ def run(flags: argparse.Namespace) -> list[RoutingRow]:
     if BLOCK // PAGE_SIZE % flags.scale:
         raise ValueError(f"scale {flags.scale}: a block of {BLOCK} tokens must stay whole pages: 1, 2, 4, 8, 16 or 32")
     requests = read_trace(Path(flags.trace), flags.requests)
-    print(f"date: {datetime.now(UTC).date().isoformat()}\n{len(requests)} requests; {_shape(flags)}")
-    print(f"{'speed':>5} {'hits':>7} {'first token p50':>16} {'p99':>9} {'busiest':>8} {'took':>7}")
+    head = describe_run(flags, processor()) | {"requests": str(len(requests))}
+    print(f"{describe(head)}\n{live_head(_COLUMNS)}")
     rows = []
     for speed in flags.speed:
-        rows.append(row := _replay(requests, speed, flags))
-        print(
-            f"{row.speed:>5g} {row.hit_rate:>7.1%} {row.first_token_p50:>14.3f} s "
-            f"{row.first_token_p99:>7.3f} s {row.spread:>7.2f}x {row.simulated_in:>5.0f} s",
-            flush=True,
-        )
-    if flags.json:
-        Path(flags.json).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        rows.append(_replay(requests, speed, flags))
+        print(live_line(_COLUMNS, rows[-1]), flush=True)
+    write_json(flags.json, head | {"rows": [asdict(row) for row in rows]})
     return rows
 
 
-def _shape(flags: argparse.Namespace) -> str:
-    return (
-        f"{flags.targets} targets of {flags.kv_tokens} KV tokens, {flags.drafts} drafts; lengths over {flags.scale}, "
-        f"times of steps as of whole lengths"
-    )
+_COLUMNS: Columns[RoutingRow] = {
+    "speed": lambda row: f"{row.speed:g}",
+    "   hits": lambda row: f"{row.hit_rate:.1%}",
+    "first token p50": lambda row: f"{row.first_token_p50:.3f} s",
+    "      p99": lambda row: f"{row.first_token_p99:.3f} s",
+    "busiest": lambda row: f"{row.spread:.2f}x",
+    "  took": lambda row: f"{row.simulated_in:.0f} s",
+}
 
 
 def _times(scale: int) -> tuple[StepTimes, StepTimes]:

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from specahead.lab.benchmarks.serving.clients import MOST_PLAIN, TRIED_ROUNDS, F
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room, note
 from specahead.lab.benchmarks.serving.imposed import CONFIRMATION
 from specahead.lab.benchmarks.serving.rows import LEGEND, PromptRow, Results, ServeRow, Shape, Way
+from specahead.lab.results import describe_run, processor
 
 _ATTEMPTS = 3  # at a run in which all sessions generate at some time
 _ADAPTED = 4  # runs after which a policy has tried all plans
@@ -58,12 +58,10 @@ def run(flags: argparse.Namespace) -> None:
     overrides = [read_speculation(text) for text in flags.speculation]
     _check(flags, overrides)
     pairs = [_pair(flags, each) for each in overrides]
-    head = {
-        "date": datetime.now(UTC).date().isoformat(),
+    head = describe_run(flags, processor()) | {
         "models": f"target {flags.target_shape}, draft {flags.draft_shape}, random weights, "
         f"imposed acceptance {flags.acceptance} a token, confirmation {CONFIRMATION} a screened token",
         "services": _describe_services(pairs[0]),
-        "command": shlex.join(["specahead", *_command(flags)]),
     }
     measured = _Run(flags, shapes, Results(head, flags.json))
     results = measured.results
@@ -114,17 +112,6 @@ def _describe_services(pair: Pair) -> str:
     """Return the services by name, with what there is to say of targets."""
     ranks = f"; a target has {pair.tensor_parallel_size} GPUs" if pair.tensor_parallel_size > 1 else ""
     return ", ".join(pair.names) + (", each with the draft in it" if pair.together else "") + ranks
-
-
-def _command(flags: argparse.Namespace) -> list[str]:
-    """Return the command line, as far as it says what was measured."""
-    words = ["bench", "serve"]
-    for name, value in vars(flags).items():
-        if value in (None, False, 0, "") or name in ("run", "command", "bench", "json"):
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return words
 
 
 def _check(flags: argparse.Namespace, overrides: list[dict[str, Any]]) -> None:
@@ -195,7 +182,7 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
         if asked.arrivals:
             print(f"requests that come at random, {way}")
             flags += ["--arrivals", *map(str, asked.arrivals), "--requests", str(asked.requests)]
-            run.results.add_arrivals(way, arrivals.run(parser.parse_args(flags)))
+            run.results.add_arrivals(way, arrivals.measure(parser.parse_args(flags)))
 
 
 def _room(run: _Run, pair: Pair, shapes: list[Shape]) -> Room:

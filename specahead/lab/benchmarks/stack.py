@@ -8,16 +8,12 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import os
-import platform
-import re
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -26,6 +22,7 @@ import grpc
 
 from protos import inference_pb2, inference_pb2_grpc
 from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints
+from specahead.lab.results import Columns, describe, describe_run, processor, text_table, write_json
 from specahead.wire.options import OPTIONS
 
 PROMPT_TOKENS = 2000
@@ -70,12 +67,7 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
     """
     sessions, tokens, gamma = flags.sessions, flags.tokens, flags.gamma
     _check(sessions, tokens, gamma)
-    command = ["--sessions", *map(str, sessions), "--tokens", str(tokens), "--gamma", str(gamma)]
-    head = {
-        "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before",
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": f"specahead bench stack {' '.join(command)}",
-    }
+    head = describe_run(flags, processor())
     cases = list(itertools.product(EXACTNESS, sessions))
     with _stack(gamma) as (address, processes):
         # The first pass warms up: connections, prompts to reuse, code paths.
@@ -84,10 +76,8 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
             for _ in range(1 + PASSES)
         ][1:]
     rows = [sorted(runs, key=lambda row: row.session_round_ms)[PASSES // 2] for runs in zip(*passes, strict=True)]
-    print(_report(head, rows))
-    if flags.json:
-        content = head | {"rows": [asdict(row) for row in rows]}
-        Path(flags.json).write_text(json.dumps(content, indent=1) + "\n")
+    print(f"{describe(head)}\n{text_table(_COLUMNS, rows)}\n{_LEGEND}")
+    write_json(flags.json, head | {"rows": [asdict(row) for row in rows]})
     return rows
 
 
@@ -101,24 +91,21 @@ def _check(sessions: list[int], tokens: int, gamma: int) -> None:
         raise ValueError(f"tokens {tokens}: with gamma {gamma} it takes {least} for two rounds to be timed")
 
 
-def _report(head: dict[str, str], rows: list[StackRow]) -> str:
-    lines = [f"{name}: {value}" for name, value in head.items()]
-    lines.append(
-        f"{'sessions':>8} {'exactness':>12} {'rounds':>7} {'round p50':>10} {'p95':>10} {'a session':>10} "
-        f"{'messages':>8} {'tokens':>6} {'announced':>10}" + "".join(f"{side:>10}" for side in SIDES)
-    )
-    for row in rows:
-        lines.append(
-            f"{row.sessions:>8} {row.exactness:>12} {row.rounds:>7} {row.round_p50_ms:>7.2f} ms "
-            f"{row.round_p95_ms:>7.2f} ms {row.session_round_ms:>7.2f} ms "
-            f"{row.messages:>8} {row.tokens_a_round:>6.2f} {row.announced_bytes_a_round:>8.1f} B"
-            + "".join(f"{row.cpu_ms[side]:>7.2f} ms" for side in SIDES)
-        )
-    lines.append(
-        f"Each row is the middle one of {PASSES} passes. Round: as a client sees it. A session: wall time over\n"
-        "the rounds of all sessions. Tokens, announced: a round. By process: CPU time over the rounds of all sessions."
-    )
-    return "\n".join(lines)
+_COLUMNS: Columns[StackRow] = {
+    "sessions": lambda row: str(row.sessions),
+    "exactness": lambda row: row.exactness,
+    "rounds": lambda row: str(row.rounds),
+    "round p50": lambda row: f"{row.round_p50_ms:.2f} ms",
+    "p95": lambda row: f"{row.round_p95_ms:.2f} ms",
+    "a session": lambda row: f"{row.session_round_ms:.2f} ms",
+    "messages": lambda row: str(row.messages),
+    "tokens": lambda row: f"{row.tokens_a_round:.2f}",
+    "announced": lambda row: f"{row.announced_bytes_a_round:.1f} B",
+    **{side: lambda row, side=side: f"{row.cpu_ms[side]:.2f} ms" for side in SIDES},
+}
+_LEGEND = f"""\
+Each row is the middle one of {PASSES} passes. Round: as a client sees it. A session: wall time over
+the rounds of all sessions. Tokens, announced: a round. By process: CPU time over the rounds of all sessions."""
 
 
 async def _measure(address: str, processes: list[int], sessions: int, tokens: int, exactness: str) -> StackRow:
@@ -192,10 +179,3 @@ def _stack(gamma: int) -> Iterator[tuple[str, list[int]]]:
         services = ("--target-address", target, "--draft-address", draft)
         address = start_endpoints(start_noted, *services)
         yield address, [*processes, os.getpid()]
-
-
-def processor() -> str:
-    """Return the name of this machine's processor."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return found.group(1) if found else platform.processor()

@@ -27,11 +27,15 @@ from specahead.engine.steps.round_launches import run_round
 from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadShape, RoundShape
 from specahead.kernels.backends import default_backend
 from specahead.kernels.residency import drop_pages
-from specahead.lab.benchmarks.gpu_timing import Head, TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
+from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, random_scales, read_shape_of
 
 Cache = TypeVar("Cache", bound=KVCache)
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
+_LEGEND = """\
+rival: for sparse steps our dense step of the same run; for a shared choice of blocks a choice of each query; for blocks
+that are fetched from host memory the same step with all KV on the GPU. Weights are random, and the selection is
+imposed, unless the model chooses blocks by itself"""
 
 
 class _SharedStoreKV(TieredKV):
@@ -270,7 +274,7 @@ def run(flags: argparse.Namespace) -> None:
     cases = list(product(flags.batches, flags.contexts))
     table: list[TimedRow] = []
     sides: list[tuple[str, dict[str, Any], Callable[[Bench, int, int], list[TimedRow]]]] = [
-        (flags.target_shape, {name: getattr(flags, name) for name in ("quantization", "kv_cache_dtype")}, target_rows),
+        (flags.target_shape, {"quantization": flags.quantization, "kv_cache_dtype": flags.kv_cache_dtype}, target_rows),
         (flags.draft_shape, {}, draft_rows),
     ]
     with torch.inference_mode():
@@ -283,14 +287,4 @@ def run(flags: argparse.Namespace) -> None:
                 table += (measure if shape.block_rule is None else choosing_rows)(bench, batch, context)
             del bench
             torch.cuda.empty_cache()
-    command = f"specahead bench step --target-shape {flags.target_shape} --draft-shape {flags.draft_shape}"
-    for name in ("batches", "contexts"):
-        command += f" --{name} {' '.join(map(str, getattr(flags, name)))}"
-    command += f" --quantization {flags.quantization} --kv-cache-dtype {flags.kv_cache_dtype}"
-    head = Head.here(command, bandwidth)
-    note = "rival: for sparse steps our dense step of the same run; for a shared choice of blocks a choice of each "
-    note += "query; for blocks that are fetched from host memory the same step with all KV on the GPU. Weights are "
-    note += "random, and the selection is imposed, unless the model chooses blocks by itself"
-    print(report(head, table, note))
-    if flags.json:
-        head.write(flags.json, table)
+    report(flags, bandwidth, table, _LEGEND)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from specahead.lab.evaluation import cases, drafts, identity, report, self_draft
 from specahead.lab.evaluation.kept_sums import KeptSums
 from specahead.lab.evaluation.rounds import Variant, VariantSums
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
+from specahead.lab.results import text_table, to_json
 from specahead.sparsity.plan import Plan, load_plan
 
 
@@ -39,7 +41,7 @@ def run(flags: argparse.Namespace) -> None:
         of_texts = texts, flags.context, flags.passages, flags.generated
         in_eight_bits = flags.draft_quantization == "fp8"
         rows_of_self = self_drafting.run_study(flags.target, plan, *of_texts, flags.gamma, shares, in_eight_bits)
-        print(self_drafting.to_json(rows_of_self) if flags.json else self_drafting.to_text(rows_of_self))
+        print(to_json(rows_of_self) if flags.json else text_table(self_drafting.COLUMNS, rows_of_self, left=1))
         return
     tokenizer = load_tokenizer(flags.target)
     if flags.task == "perplexity":
@@ -63,7 +65,7 @@ def run(flags: argparse.Namespace) -> None:
     sums = evaluate(pair, chosen, variants, flags.workers, flags.task, kept.by_case, take)
     rows = report.to_rows(flags.task, variants, sums)
     kept.save(rows)
-    print(report.to_json(rows) if flags.json is True else report.to_text(rows, sums))
+    print(to_json(rows) if flags.json is True else report.to_text(rows, sums))
 
 
 def _kept_sums(flags: argparse.Namespace, plan: Plan, chosen: list[cases.Case], variants: list[Variant]) -> KeptSums:
@@ -86,7 +88,7 @@ def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
     requests = identity.Requests(prompts, flags.generated, gamma)
     plan = dataclasses.replace(plan, least_tokens=0)  # approximate sessions are to fetch what they choose
     rows = list(identity.compare(flags.target, flags.draft, plan, requests, hot))
-    print(identity.to_json(rows) if flags.json else identity.to_text(rows))
+    print(to_json(rows) if flags.json else identity.to_text(rows))
     if not all(row.identical for row in rows):
         sys.exit(1)
 
@@ -104,6 +106,6 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str
     pair = Pair(flags.target, flags.draft)
     tables = study.run(pair, plan, texts, shares, flags.kinds.split(","), flags.workers)
     if flags.json:
-        print(drafts.to_json(tables))
+        print(json.dumps({name: [dataclasses.asdict(row) for row in rows] for name, rows in tables.items()}, indent=1))
     else:
-        print("\n\n".join(f"{name}\n{drafts.to_text(rows)}" for name, rows in tables.items()))
+        print("\n\n".join(f"{name}\n{text_table(drafts.COLUMNS, rows, left=0)}" for name, rows in tables.items()))

@@ -3,9 +3,8 @@
 The draft's rounds are those of the runner that serves them, without graphs where there is no GPU.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 from specahead.engine.kv.pages import PAGE_SIZE
@@ -16,9 +15,9 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import RECALL, Case, perplexity_cases, recall_cases
 from specahead.lab.evaluation.continuations import GAMMA, DraftSums, measure_case
 from specahead.lab.evaluation.models import load_runner
-from specahead.lab.evaluation.report import align, markdown_table
 from specahead.lab.evaluation.run import Pair
 from specahead.lab.evaluation.workers import held_models, memory_of, run_in_workers
+from specahead.lab.results import Columns
 from specahead.sparsity.plan import Plan
 
 TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
@@ -61,30 +60,14 @@ def to_rows(shares: list[float], results: list[DraftSums]) -> list[DraftRow]:
     ]
 
 
-COLUMNS = ("read share", "drafted", "accepted", "attention", "beyond window", "KV read")
-
-
-def cells(row: DraftRow) -> list[str]:
-    return [
-        f"{row.read_share:g}",
-        str(row.drafted),
-        f"{row.accepted:.2%}",
-        f"{row.mass:.2%}",
-        f"{row.middle:.2%}",
-        f"{row.kv_read:.1%}",
-    ]
-
-
-def to_text(rows: list[DraftRow]) -> str:
-    return align([list(COLUMNS), *(cells(row) for row in rows)], left=0)
-
-
-def to_markdown(rows: list[DraftRow]) -> str:
-    return markdown_table([list(COLUMNS), *(cells(row) for row in rows)], left=0)
-
-
-def to_json(tables: dict[str, list[DraftRow]]) -> str:
-    return json.dumps({name: [asdict(row) for row in rows] for name, rows in tables.items()}, indent=1)
+COLUMNS: Columns[DraftRow] = {
+    "read share": lambda row: f"{row.read_share:g}",
+    "drafted": lambda row: str(row.drafted),
+    "accepted": lambda row: f"{row.accepted:.2%}",
+    "attention": lambda row: f"{row.mass:.2%}",
+    "beyond window": lambda row: f"{row.middle:.2%}",
+    "KV read": lambda row: f"{row.kv_read:.1%}",
+}
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ with. On a GPU both run with the deterministic engine: else a step that is cut i
 round otherwise than the whole.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import tokens_of
-from specahead.lab.evaluation.report import align
+from specahead.lab.results import Columns, text_table
 from specahead.sparsity.plan import Plan
 from specahead.wire.messages import Commit, DraftEvent, Exactness, Open, ServedEvent, TargetEvent
 from target_service.session import DraftPeer
@@ -239,26 +238,21 @@ def _drain(events: list[Event]) -> list[Event]:
     return drained
 
 
+COLUMNS: Columns[IdentityRow] = {
+    "": lambda row: row.mix,
+    "sessions": lambda row: str(row.sessions),
+    "frames": lambda row: str(row.frames),
+    "hot": lambda row: f"{row.frames / row.pages:.1%}",
+    "fetched": lambda row: f"{row.fetched:,}",
+    "staged": lambda row: f"{row.staged:,}",
+    "overflow": lambda row: f"{row.overflow:,}",
+    "tokens": lambda row: f"{row.tokens:,}",
+    "identical": lambda row: "yes" if row.identical else f"no, {row.difference}",
+}
+
+
 def to_text(rows: list[IdentityRow]) -> str:
-    head = ["", "sessions", "frames", "hot", "fetched", "staged", "overflow", "tokens", "identical"]
-    lines = [
-        [
-            row.mix,
-            str(row.sessions),
-            str(row.frames),
-            f"{row.frames / row.pages:.1%}",
-            f"{row.fetched:,}",
-            f"{row.staged:,}",
-            f"{row.overflow:,}",
-            f"{row.tokens:,}",
-            "yes" if row.identical else f"no, {row.difference}",
-        ]
-        for row in rows
-    ]
+    """Return the table, below a line on how the engine ran."""
     device = default_device()
     engine = ", deterministic engine" if _is_deterministic(device) else ""
-    return f"float32 on {device}{engine}\n{align([head, *lines], left=1)}"
-
-
-def to_json(rows: list[IdentityRow]) -> str:
-    return json.dumps([asdict(row) | {"identical": row.identical} for row in rows], indent=1)
+    return f"float32 on {device}{engine}\n{text_table(COLUMNS, rows, left=1)}"

@@ -8,6 +8,7 @@ from typing import Any
 from specahead.lab.evaluation.cases import Case
 from specahead.lab.evaluation.report import QualityRow
 from specahead.lab.evaluation.rounds import Variant, VariantSums
+from specahead.lab.results import write_json
 
 
 class KeptSums:
@@ -47,7 +48,4 @@ class KeptSums:
             for i, sums in sorted(by_variant.items()):
                 name = {"case": case.name, "method": self._variants[i].name, "budget": self._variants[i].budget}
                 entries.append(name | {"sums": asdict(sums)})
-        part = self._path.with_name(self._path.name + ".part")
-        content = {"settings": self._settings, "rows": [asdict(row) for row in rows], "sums": entries}
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(self._path)
+        write_json(self._path, {"settings": self._settings, "rows": [asdict(row) for row in rows], "sums": entries})

@@ -4,11 +4,10 @@ The bundled plan was calibrated on three of the books (its provenance names them
 """
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from specahead.lab.evaluation.drafts import DraftRow, DraftStudy
 from specahead.lab.evaluation.report import QualityRow
 from specahead.lab.evaluation.rounds import Variant
 from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
+from specahead.lab.results import markdown_table, text_table, write_json
 from specahead.sparsity.plan import Plan, load_plan
 
 BUDGETS = ["0.03", "0.06", "0.12", "0.25"]
@@ -171,7 +171,7 @@ def study_drafts(study: Study, page: Path) -> None:
     started = time.perf_counter()
     tables = DraftStudy().run(study.pair, study.plan, study.texts, drafts.compared_shares())
     for name, rows in tables.items():
-        print(f"\n## {name}\n{drafts.to_text(rows)}", flush=True)
+        print(f"\n## {name}\n{text_table(drafts.COLUMNS, rows, left=0)}", flush=True)
     write_drafts(tables, page, "make evaluate", time.perf_counter() - started)
 
 
@@ -179,7 +179,7 @@ def write_drafts(tables: dict[str, list[DraftRow]], page: Path, command: str, se
     """Fill in the tables of how the draft reads."""
     text = page.read_text(encoding="utf-8")
     for name, rows in tables.items():
-        text = _fill(text, name, drafts.to_markdown(rows))
+        text = _fill(text, name, markdown_table(drafts.COLUMNS, rows, left=0))
     made = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min"
     page.write_text(_fill(text, "drafts made", f"Made by `{command}`: {made}."), encoding="utf-8")
 
@@ -190,12 +190,11 @@ def write_page(study: Study, out: Path, seconds: float) -> None:
     plots.plot_quality(study.rows["long text"], folder / "long-text.png")
     at_six = [row for row in study.rows["long text"] if row.budget == "0.06"]
     plots.plot_churn(at_six, folder / "churn.png")
-    content = {name: [json.loads(report.to_json([row]))[0] for row in rows] for name, rows in study.rows.items()}
-    (folder / "rows.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_json(folder / "rows.json", {name: list(map(asdict, rows)) for name, rows in study.rows.items()})
     page = out / PAGE
     text = page.read_text(encoding="utf-8")
     for name, rows in study.rows.items():
-        text = _fill(text, name, report.to_markdown(rows))
+        text = _fill(text, name, markdown_table(report.COLUMNS, rows))
     made = f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {seconds / 60:.0f} min, plan {study.plan.hash}"
     page.write_text(_fill(text, "made", f"Made by `make evaluate`: {made}."), encoding="utf-8")
 

@@ -1,11 +1,11 @@
-"""Rows of results: as a table on the terminal, as Markdown, as JSON."""
+"""What sparse verification costs, by method and budget: the rows of all tasks, and their table."""
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from specahead.lab.evaluation.rounds import HOT_ROUNDS, Variant, VariantSums
+from specahead.lab.results import Columns, align, cells_of
 
 
 @dataclass(frozen=True)
@@ -62,38 +62,23 @@ def _row(task: str, variant: Variant, sums: VariantSums, dense: float | None) ->
     )
 
 
-COLUMNS = (
-    "method",
-    "budget",
-    "perplexity",
-    "increase",
-    "recall",
-    "KV read",
-    "acceptance",
-    "blocks/round",
-    "churn 1",
-    "churn 4",
-)
-
-
-def cells(row: QualityRow) -> list[str]:
-    return [
-        row.method,
-        row.budget,
-        f"{row.perplexity:.3f}",
-        "" if row.increase is None else f"{row.increase:+.2%}",
-        "" if row.asked is None else f"{row.recalled}/{row.asked}",
-        f"{row.kv_read:.2%}",
-        f"{row.acceptance:.3f}",
-        f"{row.blocks:.0f}",
-        f"{row.churn:.1%}",
-        f"{row.churn4:.1%}",
-    ]
+COLUMNS: Columns[QualityRow] = {
+    "method": lambda row: row.method,
+    "budget": lambda row: row.budget,
+    "perplexity": lambda row: f"{row.perplexity:.3f}",
+    "increase": lambda row: "" if row.increase is None else f"{row.increase:+.2%}",
+    "recall": lambda row: "" if row.asked is None else f"{row.recalled}/{row.asked}",
+    "KV read": lambda row: f"{row.kv_read:.2%}",
+    "acceptance": lambda row: f"{row.acceptance:.3f}",
+    "blocks/round": lambda row: f"{row.blocks:.0f}",
+    "churn 1": lambda row: f"{row.churn:.1%}",
+    "churn 4": lambda row: f"{row.churn4:.1%}",
+}
 
 
 def to_text(rows: list[QualityRow], sums: Sequence[VariantSums] = ()) -> str:
     """Return the table. sums: those of the rows, the dense ones first, for two more columns."""
-    table = [list(COLUMNS), *(cells(row) for row in rows)]
+    table = cells_of(COLUMNS, rows)
     if sums:
         more = [["scored", "± increase"], *([str(each.scored), _error(each, sums[0])] for each in sums)]
         table = [left + right for left, right in zip(table, more, strict=True)]
@@ -103,10 +88,9 @@ def to_text(rows: list[QualityRow], sums: Sequence[VariantSums] = ()) -> str:
 def of_variant(name: str, variant: Variant, sums: VariantSums, dense: VariantSums) -> str:
     """Return a line for a variant on the passage of a name, for a run that may be cut off."""
     _, row = to_rows("", [Variant("dense", "", variant.plan), variant], [dense, sums])
-    increase = "" if row.increase is None else f"{row.increase:+.2%}"
     return (
-        f"{name} {row.method:<10} {row.budget:<5} perplexity {row.perplexity:.3f}, {increase} ± {_error(sums, dense)}; "
-        f"KV read {row.kv_read:.2%}; {sums.scored} tokens scored"
+        f"{name} {row.method:<10} {row.budget:<5} perplexity {row.perplexity:.3f}, {COLUMNS['increase'](row)} ± "
+        f"{_error(sums, dense)}; KV read {row.kv_read:.2%}; {sums.scored} tokens scored"
     )
 
 
@@ -115,29 +99,3 @@ def _error(sums: VariantSums, dense: VariantSums) -> str:
     mean = (sums.nll - dense.nll) / sums.scored
     variance = max(0.0, sums.squares / sums.scored - mean**2) / max(1, sums.scored - 1)
     return f"{math.exp(mean) * math.sqrt(variance):.2%}"
-
-
-def to_markdown(rows: list[QualityRow]) -> str:
-    return markdown_table([list(COLUMNS), *(cells(row) for row in rows)])
-
-
-def align(table: list[list[str]], left: int = 2) -> str:
-    """Lines of cells, the first of them the columns' names, of which `left` are flush left."""
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-
-    def aligned(line: list[str]) -> str:
-        pairs = list(zip(line, widths, strict=True))
-        return "  ".join([cell.ljust(w) for cell, w in pairs[:left]] + [cell.rjust(w) for cell, w in pairs[left:]])
-
-    return "\n".join(aligned(line) for line in table)
-
-
-def markdown_table(table: list[list[str]], left: int = 2) -> str:
-    """As `align`."""
-    head, *lines = ["| " + " | ".join(line) + " |" for line in table]
-    rule = "| --- " * left + "| ---: " * (len(table[0]) - left) + "|"
-    return "\n".join([head, rule, *lines])
-
-
-def to_json(rows: list[QualityRow]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=1)

@@ -5,9 +5,8 @@ served), or the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.1
 """
 
 import itertools
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.loading.model import default_device, resolve_dtype
@@ -18,8 +17,8 @@ from specahead.engine.steps.inputs import ReadMemory, SequenceInput, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import perplexity_cases
 from specahead.lab.evaluation.models import load_runner
-from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.rounds import prefill
+from specahead.lab.results import Columns
 from specahead.sparsity.plan import Plan
 from target_service.self_drafting import SelfDrafting
 
@@ -129,25 +128,13 @@ def _read(way: str, drafting: SelfDrafting, memory: ReadMemory, base: int, draft
     return replace(read, budget=replace(read.budget, last=max(first, blocks - newest), room=0), group_means=False)
 
 
-COLUMNS = ("reads", "tokens", "share", "temperature", "blocks read", "acceptance a token", "accepted a round", "of")
-
-
-def cells(row: SelfRow) -> list[str]:
-    return [
-        row.way,
-        str(row.context),
-        f"{row.share:g}",
-        f"{row.temperature:g}",
-        f"{row.read:.1%}",
-        f"{row.acceptance:.3f}",
-        f"{row.accepted / row.rounds:.2f}",
-        str(row.gamma),
-    ]
-
-
-def to_text(rows: list[SelfRow]) -> str:
-    return align([list(COLUMNS), *map(cells, rows)], left=1)
-
-
-def to_json(rows: list[SelfRow]) -> str:
-    return json.dumps([asdict(row) for row in rows], indent=1)
+COLUMNS: Columns[SelfRow] = {
+    "reads": lambda row: row.way,
+    "tokens": lambda row: str(row.context),
+    "share": lambda row: f"{row.share:g}",
+    "temperature": lambda row: f"{row.temperature:g}",
+    "blocks read": lambda row: f"{row.read:.1%}",
+    "acceptance a token": lambda row: f"{row.acceptance:.3f}",
+    "accepted a round": lambda row: f"{row.accepted / row.rounds:.2f}",
+    "of": lambda row: str(row.gamma),
+}

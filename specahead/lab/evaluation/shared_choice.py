@@ -7,9 +7,8 @@ queries, without training, as in ablation c of the article.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from specahead.kernels.backends import default_backend
 from specahead.kernels.chosen_blocks import BlockRule, plan_choice
 from specahead.lab.evaluation import verification_intensity
 from specahead.lab.evaluation.cases import perplexity_cases, read_texts
-from specahead.lab.evaluation.report import align
+from specahead.lab.results import Columns, text_table, to_json
 from specahead.models.native_sparse import is_native_sparse, load_native_sparse
 
 
@@ -93,12 +92,12 @@ def run(flags: argparse.Namespace) -> None:
         tokens = [case.tokens for case in cases]
     rows = measure(readers, tokens, flags.shared)
     if flags.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
+        print(to_json(rows))
         return
     for reader in readers:
         print(f"{reader.name}: {reader.rule}; everything is read below {reader.dense_below} tokens")
     print(f"{len(tokens)} passages of {flags.context} tokens")
-    print(to_text(rows))
+    print(text_table(COLUMNS, rows))
 
 
 def open_reader(model: str, flags: argparse.Namespace) -> Reader:
@@ -186,20 +185,13 @@ def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, sha
     return parts
 
 
-def to_text(rows: list[SharingRow]) -> str:
-    """Return the rows as a table."""
-    names = {0: "none, all is read", 1: "each token"}
-    head = ["model", "choice of", "cross-entropy", "increase", "± standard error", "total variation", "same likeliest"]
-    cells = [
-        [
-            row.model,
-            names.get(row.shared, f"the first of {row.shared}"),
-            f"{row.nats:.4f}",
-            f"{row.increase:+.4f}",
-            "" if row.standard_error is None else f"{row.standard_error:.4f}",
-            f"{row.variation:.4f}",
-            f"{row.same:.4f}",
-        ]
-        for row in rows
-    ]
-    return align([head, *cells], left=2)
+_CHOICES = {0: "none, all is read", 1: "each token"}
+COLUMNS: Columns[SharingRow] = {
+    "model": lambda row: row.model,
+    "choice of": lambda row: _CHOICES.get(row.shared, f"the first of {row.shared}"),
+    "cross-entropy": lambda row: f"{row.nats:.4f}",
+    "increase": lambda row: f"{row.increase:+.4f}",
+    "± standard error": lambda row: "" if row.standard_error is None else f"{row.standard_error:.4f}",
+    "total variation": lambda row: f"{row.variation:.4f}",
+    "same likeliest": lambda row: f"{row.same:.4f}",
+}

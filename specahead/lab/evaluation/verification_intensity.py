@@ -6,11 +6,9 @@ of them select the same block. As in figure 1, batches are so large that reading
 """
 
 import argparse
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from specahead.lab.evaluation.report import align
+from specahead.lab.results import Columns, text_table, to_json
 
 CONTEXTS = 8192, 16384, 32768, 65536  # tokens; those of table 1
 
@@ -69,17 +67,15 @@ def run(flags: argparse.Namespace) -> None:
     """Print the rows of all contexts and of the numbers of tokens in --shared."""
     counts = [count for count in flags.shared if count]
     rows = [intensity(NativeSparseSizes(), context, count) for context in CONTEXTS for count in counts]
-    print(json.dumps([asdict(row) for row in rows], indent=1) if flags.json else to_text(rows))
+    print(to_json(rows) if flags.json else text_table(COLUMNS, rows, left=0))
 
 
-def to_text(rows: Sequence[IntensityRow]) -> str:
-    """Return the rows as a table."""
-    head = ["context", "k", "keys, shared", "apart", "FLOP a byte, shared", "apart", "ratio"]
-    cells = [
-        [
-            *(f"{row.context:,}", f"{row.tokens - 1}", f"{row.keys_shared:,}", f"{row.keys_apart:,}"),
-            *(f"{row.flops_shared:.0f}", f"{row.flops_apart:.0f}", f"{row.flops_shared / row.flops_apart:.2f}"),
-        ]
-        for row in rows
-    ]
-    return align([head, *cells], left=0)
+COLUMNS: Columns[IntensityRow] = {
+    "context": lambda row: f"{row.context:,}",
+    "k": lambda row: f"{row.tokens - 1}",
+    "keys, shared": lambda row: f"{row.keys_shared:,}",
+    "keys, apart": lambda row: f"{row.keys_apart:,}",
+    "FLOP a byte, shared": lambda row: f"{row.flops_shared:.0f}",
+    "FLOP a byte, apart": lambda row: f"{row.flops_apart:.0f}",
+    "ratio": lambda row: f"{row.flops_shared / row.flops_apart:.2f}",
+}

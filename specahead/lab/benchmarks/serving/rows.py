@@ -1,10 +1,8 @@
 """The rows of `specahead bench serve`: as text, printed as they come, and as JSON, written after each."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from specahead.lab.benchmarks.agents import AgentsRow
@@ -12,6 +10,7 @@ from specahead.lab.benchmarks.agents import report as agents_report
 from specahead.lab.benchmarks.arrivals import ArrivalsRow
 from specahead.lab.benchmarks.serving.breakdown import Breakdown
 from specahead.lab.benchmarks.serving.clients import Figures
+from specahead.lab.results import Columns, describe, live_head, live_line, write_json
 
 _WIDTH = 41  # of a row's name
 
@@ -75,6 +74,26 @@ class ServeRow:
     """Seconds of runs before until nearly all rounds were drafted; in a shape's first row the draft reads prompts."""
 
 
+_COLUMNS: Columns[ServeRow] = {
+    " " * _WIDTH: lambda row: str(row.way).ljust(_WIDTH),
+    "sessions": lambda row: str(row.shape.sessions),
+    "context": lambda row: str(row.shape.context),
+    "tokens/s": lambda row: f"{row.figures.tokens_a_second:.1f}",
+    "x none": lambda row: f"{row.of_none:.2f}" if row.of_none else "",
+    "first p50": lambda row: f"{row.figures.first_token_p50:.1f}",
+    "first p99": lambda row: f"{row.figures.first_token_p99:.1f}",
+    "gap p50": lambda row: f"{row.figures.gap_p50:.2f}",
+    "gap p99": lambda row: f"{row.figures.gap_p99:.2f}",
+    "token": lambda row: f"{row.figures.token_p50:.2f}",
+    "a round": lambda row: f"{row.figures.tokens_a_round:.2f}",
+    " read": lambda row: f"{row.figures.kv_read:.3f}",
+    "fetched": lambda row: f"{row.figures.kv_fetched:.2%}",
+    " draft": lambda row: f"{row.figures.draft:.2f}",
+    "verify": lambda row: f"{row.figures.verify:.2f}",
+    "  wait": lambda row: f"{row.figures.wait:.2f}",
+}
+
+
 @dataclass
 class Results:
     """What was measured so far."""
@@ -95,19 +114,12 @@ class Results:
 
     def begin(self) -> None:
         """Print what comes before the rows."""
-        for name, value in self.head.items():
-            print(f"{name}: {value}")
-        print(
-            f"\n{'':<{_WIDTH}}{'sessions':>8}{'context':>9}{'tokens/s':>10}{'x none':>8}{'first p50':>11}{'p99':>8}"
-            f"{'gap p50':>9}{'p99':>8}{'token':>8}{'a round':>8}{'read':>7}{'fetched':>8}{'draft':>7}{'verify':>7}"
-            f"{'wait':>7}",
-            flush=True,
-        )
+        print(f"{describe(self.head)}\n\n{live_head(_COLUMNS)}", flush=True)
 
     def add_prompts(self, row: PromptRow) -> None:
         self.prompts.append(row)
         print(
-            f"{'prompts':<{_WIDTH}}{row.sessions:>8}{row.context:>9}   read in {row.seconds:.2f} s, "
+            f"{'prompts':<{_WIDTH}}  {row.sessions:>8}  {row.context:>7}  read in {row.seconds:.2f} s, "
             f"{row.sessions * row.context / row.seconds:.0f} tokens/s; first token p50 {row.first_token_p50:.0f} ms, "
             f"p99 {row.first_token_p99:.0f} ms",
             flush=True,
@@ -116,14 +128,7 @@ class Results:
 
     def add(self, row: ServeRow) -> None:
         self.rows.append(row)
-        seen, shape = row.figures, row.shape
-        ratio = f"{row.of_none:.2f}" if row.of_none else ""
-        print(
-            f"{row.way!s:<{_WIDTH}}{shape.sessions:>8}{shape.context:>9}{seen.tokens_a_second:>10.1f}{ratio:>8}"
-            f"{seen.first_token_p50:>11.1f}{seen.first_token_p99:>8.1f}{seen.gap_p50:>9.2f}{seen.gap_p99:>8.2f}"
-            f"{seen.token_p50:>8.2f}{seen.tokens_a_round:>8.2f}{seen.kv_read:>7.3f}{seen.kv_fetched:>8.2%}"
-            f"{seen.draft:>7.2f}{seen.verify:>7.2f}{seen.wait:>7.2f}"
-        )
+        print(live_line(_COLUMNS, row))
         if row.breakdown:
             print(f"{'':<{_WIDTH}}  {describe_breakdown(row.breakdown)}")
         print(end="", flush=True)
@@ -157,12 +162,10 @@ class Results:
         return found[0] if found else None
 
     def _write(self) -> None:
-        if self.file is None:
-            return
         content = {"prompts": [asdict(row) for row in self.prompts], "rows": [asdict(row) for row in self.rows]}
         content |= {"agents": self.agents, "arrivals": self.arrivals}
         others = {"written": time.strftime("%F %T"), "starts": self.starts, "failures": self.failures}
-        Path(self.file).write_text(json.dumps(self.head | content | others, indent=1) + "\n")
+        write_json(self.file, self.head | content | others)
 
 
 def describe_breakdown(breakdown: Breakdown) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from specahead.lab.evaluation.plans import save_plan
-from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Record, Way
-from specahead.lab.evaluation.tasks.command import ask, choose_questions, settings_of
+from specahead.lab.evaluation.tasks.command import ask, choose_questions, percent, settings_of
 from specahead.lab.evaluation.tasks.comparing import compare
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
 from specahead.lab.evaluation.tasks.others import bundled_texts, continuation, unjudged_tasks
 from specahead.lab.evaluation.tasks.ruler import NOISE
+from specahead.lab.results import Columns, text_table
 from specahead.sparsity.plan import load_plan
 
 
@@ -62,7 +62,7 @@ def run(flags: argparse.Namespace) -> None:
     records, answers = ask(flags, flags.url[0], questions, ways, {"max_tokens": flags.generated})
     rows = to_rows(records)
     answers.save({"settings": settings_of(flags), "rows": [asdict(row) for row in rows]})
-    print(to_text(rows))
+    print(text_table(COLUMNS, rows))
     if plan is not None:
         chance, rounds = prior_of(records)
         known = {"acceptance": round(chance, 4), "acceptance_rounds": rounds} | divergence_of(records)
@@ -141,19 +141,23 @@ def divergence_of(records: Sequence[Record]) -> dict[str, float]:
     return {"divergence": round(variation / tokens, 4), "divergence_tokens": tokens} if tokens else {}
 
 
-def to_text(rows: Sequence[AcceptanceRow]) -> str:
-    """Return the table."""
-    head = ["task", "exactness", "context", "temperature", "tokens", "rounds", "plain", "accepted a round", "95 %"]
-    head += ["by position", "most rounds propose", "confirmed", "KV read"]
-    return align([head, *map(_cells, rows)])
+def _most_made(row: AcceptanceRow) -> int:
+    """Return how many tokens most rounds propose."""
+    return max(range(len(row.rounds_by_gamma)), key=row.rounds_by_gamma.__getitem__, default=0)
 
 
-def _cells(row: AcceptanceRow) -> list[str]:
-    cells = [row.task, row.exactness or "not said", str(row.context), f"{row.temperature:g}", str(row.tokens)]
-    cells += [str(row.rounds), str(row.plain_rounds)]
-    accepted = row.accepted
-    cells += [f"{accepted[0]:.2f}", f"{accepted[1]:.2f} to {accepted[2]:.2f}"] if accepted else ["", ""]
-    cells.append(" ".join(f"{chance:.2f}" for chance in row.chances[:4]))
-    most = max(range(len(row.rounds_by_gamma)), key=lambda gamma: row.rounds_by_gamma[gamma], default=0)
-    cells += [str(most), "" if row.confirmed is None else f"{100 * row.confirmed:.1f} %"]
-    return [*cells, f"{100 * row.kv_read:.1f} %"]
+COLUMNS: Columns[AcceptanceRow] = {
+    "task": lambda row: row.task,
+    "exactness": lambda row: row.exactness or "not said",
+    "context": lambda row: str(row.context),
+    "temperature": lambda row: f"{row.temperature:g}",
+    "tokens": lambda row: str(row.tokens),
+    "rounds": lambda row: str(row.rounds),
+    "plain": lambda row: str(row.plain_rounds),
+    "accepted a round": lambda row: f"{row.accepted[0]:.2f}" if row.accepted else "",
+    "95 %": lambda row: "{1:.2f} to {2:.2f}".format(*row.accepted) if row.accepted else "",
+    "by position": lambda row: " ".join(f"{chance:.2f}" for chance in row.chances[:4]),
+    "most rounds propose": lambda row: str(_most_made(row)),
+    "confirmed": lambda row: "" if row.confirmed is None else percent(row.confirmed),
+    "KV read": lambda row: percent(row.kv_read),
+}

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specahead.lab.endpoint import Answer, Endpoint
 from specahead.lab.evaluation.tasks.samples import Sample, Task, fit
+from specahead.lab.results import write_json
 
 _SAVED_EVERY = 5.0  # seconds
 
@@ -83,10 +84,7 @@ class Answers:
     def save(self, head: dict[str, Any]) -> None:
         """Write the file, in which `head` comes before the answers."""
         if self._path is not None:
-            answers = [asdict(record) for record in self.by_request.values()]
-            part = self._path.with_name(self._path.name + ".part")
-            part.write_text(json.dumps(head | {"answers": answers}, indent=1) + "\n", encoding="utf-8")
-            part.replace(self._path)
+            write_json(self._path, head | {"answers": [asdict(record) for record in self.by_request.values()]})
         self._saved = time.monotonic()
 
 

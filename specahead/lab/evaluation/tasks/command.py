@@ -8,13 +8,13 @@ from typing import Any
 
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.endpoint import Endpoint
-from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Answers, Asker, Question, Record, Way
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio, wilson
 from specahead.lab.evaluation.tasks.others import longbench_tasks, other_tasks
 from specahead.lab.evaluation.tasks.ruler import NOISE, ruler_tasks
 from specahead.lab.evaluation.tasks.samples import Haystack, Task
 from specahead.lab.plotting import make_figure, plain_ticks, put_legend, save_figure
+from specahead.lab.results import Columns, text_table
 
 Interval = tuple[float, float]
 RULER = tuple(ruler_tasks(NOISE, 4096))
@@ -46,7 +46,7 @@ def run(flags: argparse.Namespace) -> None:
     records, answers = ask(flags, flags.url, questions_of(flags), ways, {})
     rows = to_rows(records)
     answers.save({"settings": settings_of(flags), "rows": [asdict(row) for row in rows]})
-    print(to_text(rows))
+    print(text_table(COLUMNS, rows))
     if flags.plot:
         _plot(rows, Path(flags.plot))
 
@@ -123,22 +123,27 @@ def _row(task: str, context: int, way: str, by_way: dict[str, list[Record]]) -> 
     return TaskRow(task, context, way, len(scores), mean, wilson(mean, len(scores)), kv_read, compared)
 
 
-def percent(value: float, interval: Sequence[float]) -> list[str]:
-    """Return a share and its interval as two cells."""
-    return [f"{100 * value:.1f} %", f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}"]
+def percent(value: float) -> str:
+    """Return a share as a cell."""
+    return f"{100 * value:.1f} %"
 
 
-def to_text(rows: Sequence[TaskRow]) -> str:
-    """Return the table."""
-    head = ["task", "exactness", "context", "samples", "KV read", "score", "95 %", "of exact", "95 %"]
-    table = [
-        [row.task, row.exactness or "not said", str(row.context), str(row.samples)]
-        + ["" if row.kv_read is None else f"{100 * row.kv_read:.1f} %"]
-        + percent(row.score, row.interval)
-        + (percent(row.of_exact[0], row.of_exact[1:]) if row.of_exact else ["", ""])
-        for row in rows
-    ]
-    return align([head, *table])
+def percents(low: float, high: float) -> str:
+    """Return the interval of a share as a cell."""
+    return f"{100 * low:.1f} to {100 * high:.1f}"
+
+
+COLUMNS: Columns[TaskRow] = {
+    "task": lambda row: row.task,
+    "exactness": lambda row: row.exactness or "not said",
+    "context": lambda row: str(row.context),
+    "samples": lambda row: str(row.samples),
+    "KV read": lambda row: "" if row.kv_read is None else percent(row.kv_read),
+    "score": lambda row: percent(row.score),
+    "95 %": lambda row: percents(*row.interval),
+    "of exact": lambda row: percent(row.of_exact[0]) if row.of_exact else "",
+    "its 95 %": lambda row: percents(*row.of_exact[1:]) if row.of_exact else "",
+}
 
 
 def _plot(rows: Sequence[TaskRow], path: Path) -> None:

@@ -6,21 +6,19 @@ read a prompt before, since what a draft takes to read prompts is part of what a
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, product
-from pathlib import Path
 from statistics import geometric_mean, mean
 
 from tqdm import tqdm
 
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.endpoint import Endpoint, Streamed
-from specahead.lab.evaluation.report import align
 from specahead.lab.evaluation.tasks.asking import Question, Way, make_sample, prompt_ids
 from specahead.lab.evaluation.tasks.command import settings_of
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
+from specahead.lab.results import align, write_json
 
 _WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
 
@@ -85,9 +83,7 @@ def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequ
     rows: list[ComparedRow] = []
     for row in _measure(flags, servers, kinds, ways):
         rows.append(row)
-        if flags.json:
-            content = {"settings": settings_of(flags), "rows": [asdict(each) for each in rows]}
-            Path(flags.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(flags.json, {"settings": settings_of(flags), "rows": [asdict(each) for each in rows]})
     for number, server in enumerate(servers, 1):
         print(f"server {number}: {server.url}")
     print(to_text(rows))
