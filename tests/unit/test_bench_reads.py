@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from specahead.lab.benchmarks.read_trace import READS, ReadTrace, about_reads, load_reads, save_reads
-from specahead.lab.benchmarks.selection_trace import churn_of
+from specahead.lab.benchmarks.read_trace import READS, ReadTrace, about_reads, churn_of, load_reads, save_reads
 from specahead.models import PLAN
 from specahead.sparsity.plan import load_plan
 

@@ -14,7 +14,7 @@ from statistics import fmean, median
 import numpy as np
 
 from specahead.config.garbage import no_garbage_collected
-from specahead.lab.benchmarks.selection_trace import ANNOUNCED, ROUNDS, load_trace, record_trace
+from specahead.lab.benchmarks.selection_trace import ANNOUNCED, ROUNDS, load_trace
 from specahead.lab.results import describe, describe_run, processor, write_json
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.selection_codec import decode_selection, encode_selection
@@ -38,11 +38,9 @@ class CodecRow:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Measure, print the tables, and write them to the JSON file if one is named. Raises ValueError for no repeats."""
+    """Measure, print the figures, and write them to the JSON file if one is named. Raises ValueError for no repeats."""
     if flags.repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {flags.repeats}")
-    if flags.record:
-        record_trace(flags.record, ANNOUNCED)
     rounds, about = load_trace(ANNOUNCED)
     head = describe_run(flags, processor()) | {f"trace {key}": value for key, value in about.items()}
     row = _measure(rounds, flags.repeats)

@@ -39,7 +39,6 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench codec` takes."""
     parser.add_argument("--repeats", type=int, default=20, help="of each encoding and decoding that is timed")
-    parser.add_argument("--record", nargs="+", metavar="TEXT", help="record the selections from these files first")
     parser.add_argument("--json", metavar="FILE")
 
 

@@ -28,6 +28,7 @@ import lzma
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -43,7 +44,7 @@ from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
 from specahead.lab.benchmarks.recording import SessionReads
 from specahead.lab.benchmarks.recording import load_reads as load_recording
-from specahead.lab.benchmarks.selection_trace import ROWS, churn_of, evenly_spread, open_traces
+from specahead.lab.benchmarks.selection_trace import ROWS, open_traces
 from specahead.lab.evaluation.cases import held_out_files
 from specahead.lab.evaluation.models import model_hash
 from specahead.lab.evaluation.plans import save_plan
@@ -252,6 +253,35 @@ def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
         churn4=float(np.mean([churn_of(rounds, 4) for rounds in selections])),
         history=history,
     )
+
+
+def churn_of(selections: list[BlockSelection], before: int) -> float:
+    """Return the mean share of a round's blocks that none of the last `before` rounds had, from the fifth round on."""
+    new = total = 0
+    for i in range(4, len(selections)):
+        known = selections[i - 1].words
+        for other in selections[i - before : i - 1]:
+            known = known | other.words
+        new += int(np.bitwise_count(selections[i].words & ~known).sum())
+        total += int(np.bitwise_count(selections[i].words).sum())
+    return new / max(1, total)
+
+
+def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[list[int]]:
+    """Yield passages of equal length, whose starts are evenly spread over all places with room for one.
+
+    Raises ValueError if no text is longer than a passage.
+    """
+    places = [max(0, len(text) - length) for text in texts]
+    if not sum(places):
+        raise ValueError(f"the texts are too short for a passage of {length} tokens")
+    for i in range(count):
+        start = sum(places) * i // count
+        for text, room in zip(texts, places, strict=True):
+            if start < room:
+                yield text[start : start + length]
+                break
+            start -= room
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ def _block(hash: int, length: int) -> list[int]:
     return head + [(hash + place) % _DIGIT for place in range(length - len(head))]
 
 
-def read_trace(file: Path, most: int = 0) -> list[TracedRequest]:
+def load_requests(file: Path, most: int = 0) -> list[TracedRequest]:
     """Return the requests of a trace, .jsonl or .jsonl.xz; the first `most` of them, 0: all.
 
     Raises OSError if there is no such file, ValueError for what is no trace.

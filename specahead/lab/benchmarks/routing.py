@@ -17,7 +17,7 @@ from orchestrator.sessions.routing import ANSWER_TOKENS, TargetView, choose
 from specahead.config import DraftSettings, TargetSettings
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Sampling
-from specahead.lab.benchmarks.request_trace import BLOCK, TracedRequest, read_trace
+from specahead.lab.benchmarks.request_trace import BLOCK, TracedRequest, load_requests
 from specahead.lab.benchmarks.virtual_cluster import StepTimes, VirtualClock, VirtualTarget, attach_draft
 from specahead.lab.results import Columns, describe, describe_run, live_head, live_line, processor, write_json
 from specahead.wire.messages import Closed, Commit, Exactness, Open, Report, ServedEvent
@@ -50,7 +50,7 @@ def run(flags: argparse.Namespace) -> list[RoutingRow]:
     """
     if BLOCK // PAGE_SIZE % flags.scale:
         raise ValueError(f"scale {flags.scale}: a block of {BLOCK} tokens must stay whole pages: 1, 2, 4, 8, 16 or 32")
-    requests = read_trace(Path(flags.trace), flags.requests)
+    requests = load_requests(Path(flags.trace), flags.requests)
     head = describe_run(flags, processor()) | {"requests": str(len(requests))}
     print(f"{describe(head)}\n{live_head(_COLUMNS)}")
     rows = []

@@ -21,17 +21,11 @@ def add_calibrate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="PLAN.JSON")
     parser.add_argument("--passages", type=int, default=3, help="passages read of each file, evenly spread")
     parser.add_argument("--gamma", type=int, default=4, help="tokens drafted a round; a sample is gamma + 1 queries")
-    for name, text in (
-        ("context", "tokens read of each passage (default: 4096)"),
-        ("stride", "tokens between samples (default: 64)"),
-        ("skipped", "leading tokens without samples (default: 1024)"),
-        ("block_size", "tokens (default: 16)"),
-        ("group_size", "tokens whose means stand in for unread blocks (default: 512)"),
-        ("least_tokens", "tokens that approximate reads at least, whatever the budget (default: 1024)"),
-        ("sink_blocks", "first blocks, always read (default: 1)"),
-        ("window_blocks", "latest blocks, always read (default: 4)"),
-    ):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+    parser.add_argument("--context", type=int, help="tokens read of each passage (default: 4096)")
+    parser.add_argument("--skipped", type=int, help="leading tokens without samples (default: 1024)")
+    parser.add_argument(
+        "--least-tokens", type=int, help="tokens that approximate reads at least, whatever the budget (default: 1024)"
+    )
     parser.add_argument("--budget", type=float, help="share of the KV that approximate reads by default (default: 0.1)")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="target layers that read everything")
 

@@ -10,6 +10,8 @@ from specahead.lab.evaluation.calibration.sums import CalibrationSettings, Calib
 from specahead.lab.evaluation.most_alike import PROVENANCE, to_maps
 from specahead.sparsity.plan import Plan
 
+VARIANCE_LIMIT = 0.5  # of calibrated plans (`Plan.variance_limit`)
+
 
 def to_plan(
     sums: CalibrationSums, draft_layers: int, draft_heads: int, kv_heads: int, settings: CalibrationSettings
@@ -27,8 +29,7 @@ def to_plan(
         budget=settings.budget,
         least_tokens=settings.least_tokens,
         block_size=settings.block_size,
-        group_size=settings.group_size,
-        variance_limit=settings.variance_limit,
+        variance_limit=VARIANCE_LIMIT,
         sink_blocks=settings.sink_blocks,
         window_blocks=settings.window_blocks,
         dense_layers=settings.dense_layers,

@@ -8,27 +8,27 @@ from torch import Tensor
 
 from specahead.engine.steps.runner import Runner
 from specahead.lab.evaluation.most_alike import BUDGETS, layer_similarity, top_k_overlap
-from specahead.sparsity.plan import LEAST_TOKENS
+from specahead.sparsity.plan import LEAST_TOKENS, Plan
 
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """context: tokens read of each passage; stride: tokens between samples; queries: of a round, γ + 1.
-
-    skipped: leading tokens without samples, while there is little to choose from. The rest as in Plan.
-    """
+    """How a plan is made of texts."""
 
     context: int = 4096
+    """Tokens read of each passage."""
     stride: int = 64
+    """Tokens between samples."""
     skipped: int = 1024
+    """Leading tokens without samples: there is little to choose from."""
     queries: int = 5
-    block_size: int = 16
-    group_size: int = 512
-    variance_limit: float = 0.5
-    budget: float = 0.1
+    """Of a round: γ + 1."""
+    budget: float = Plan.budget
+    """As in Plan; so are the next ones."""
     least_tokens: int = LEAST_TOKENS
-    sink_blocks: int = 1
-    window_blocks: int = 4
+    block_size: int = Plan.block_size
+    sink_blocks: int = Plan.sink_blocks
+    window_blocks: int = Plan.window_blocks
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
