@@ -19,7 +19,6 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation import cases, command, drafts, quality, report, run, workers
 from specahead.lab.evaluation.continuations import Continuation
-from specahead.lab.evaluation.drafts import DraftStudy
 from specahead.lab.evaluation.flags import add_evaluate_flags
 from specahead.lab.evaluation.methods import RIVALS
 from specahead.lab.evaluation.models import load_runner
@@ -242,12 +241,9 @@ def test_the_draft_study_fills_the_page(tmp_path: Path, texts: dict[str, str], m
     held = drafts.load_pair(Pair(str(models.TARGET), str(models.DRAFT)), 450)
     monkeypatch.setattr(drafts, "held_models", lambda: held)
     monkeypatch.setattr(drafts, "run_in_workers", lambda work, given, *_: [work(*each) for each in given])
-    study = DraftStudy(context=400, passages=1, generated=6, recalled=1)
-    shares = drafts.compared_shares([0.2, 1.0])
-    assert shares == [1.0, 0.2]
     pair = Pair(str(models.TARGET), str(models.DRAFT))
-    tables = study.run(pair, PLAN, texts, shares, ["pairs"], 1)
-    assert {name: len(rows) for name, rows in tables.items()} == {drafts.TEXT: 2, drafts.ANSWERS: 2}
+    tables = drafts.run_study(pair, PLAN, texts, context=400, passages=1, generated=6, recalled=1)
+    assert {name: len(rows) for name, rows in tables.items()} == {drafts.TEXT: 3, drafts.ANSWERS: 3}
     page = tmp_path / "tables.md"
     page.write_text((ROOT / "docs" / quality.PAGE).read_text(encoding="utf-8"))
     quality.write_drafts(tables, page, "the command", 60.0)

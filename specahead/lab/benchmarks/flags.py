@@ -155,12 +155,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_services_flags(parser)
     parser.add_argument(
-        "--agents", type=int, nargs="*", default=[], metavar="N", help="measure that many agents at once as well"
+        "--agents",
+        type=int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="measure that many agents at once as well, by the load of bench agents",
     )
-    parser.add_argument(
-        "--agent-context", type=int, nargs=2, default=[12_000, 36_000], metavar=("LEAST", "MOST"), help="tokens of "
-        "their first prompts; the rest is as in bench agents",
-    )  # fmt: skip
     parser.add_argument(
         "--arrivals", type=float, nargs="+", default=[], metavar="RATE", help="measure requests that come at random as "
         "well, so many a second, as in bench agents",

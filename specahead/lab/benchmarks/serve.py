@@ -33,7 +33,7 @@ from specahead.lab.results import describe_run, processor
 
 _ATTEMPTS = 3  # at a run in which all sessions generate at some time
 _ADAPTED = 4  # runs after which a policy has tried all plans
-_AGENTS_GROW = 10_000  # tokens by which an agent's context grows, and its warm-up's
+_AGENTS_CONTEXT = 36_000 + 10_000  # tokens of an agent's first prompt (bench agents), and by which they grow, at most
 _MOST_ARRIVED = 64  # requests that come at random and have a place at once; others are queued
 _MARGIN = 64  # tokens of room beside prompt and output
 MOST_GAMMA = 8  # tokens that services propose a round, at most, unless they are overridden
@@ -172,7 +172,7 @@ def _measure_agents(run: _Run, deployment: Deployment, url: str, way: Way) -> No
     add_agents_flags(parser)
     of_mode = ["none", "exact", "approximate"].index(way.mode)  # no mode finds another's prompts
     flags = ["--url", url, "--exactness", "exact" if way.mode == "none" else way.mode, "--seed", str(of_mode)]
-    flags += ["--context", *map(str, asked.agent_context), "--timeout", str(asked.part_limit)]
+    flags += ["--timeout", str(asked.part_limit)]
     with _noted_failure(run, f"agents, {way}"):
         note(f"agents, {way}")
         began = time.perf_counter()
@@ -190,7 +190,7 @@ def _room(run: _Run, pair: Pair, shapes: list[Shape]) -> Room:
     longest = max((shape.context + most for shape in shapes), default=0)
     sessions = max([shape.sessions for shape in shapes] + run.flags.agents, default=1)
     if run.flags.agents:  # which warm up by 16 requests at once
-        sessions, longest = max(sessions, 16), max(longest, run.flags.agent_context[1] + _AGENTS_GROW)
+        sessions, longest = max(sessions, 16), max(longest, _AGENTS_CONTEXT)
     if run.flags.arrivals:
         sessions, longest = max(sessions, _MOST_ARRIVED), max(longest, arrivals.MOST_PROMPT + arrivals.MOST_ANSWER)
     return Room(-(-sessions // pair.targets), longest + _MARGIN)

@@ -1,9 +1,9 @@
 """`specahead evaluate`: measure what the sparsity methods cost in quality, and compare tokens."""
 
 import argparse
-import dataclasses
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,6 +16,9 @@ from specahead.lab.evaluation.rounds import Variant, VariantSums
 from specahead.lab.evaluation.run import Pair, evaluate, variants_of
 from specahead.lab.results import text_table, to_json
 from specahead.sparsity.plan import Plan, load_plan
+
+# Flags that a variant's sums on a case do not depend on, or that the sums are named by.
+_OF_NO_CASE = "run", "command", "methods", "budgets", "cases", "workers", "json", "resume"
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -30,30 +33,20 @@ def run(flags: argparse.Namespace) -> None:
     if not flags.text and not flags.books:
         raise ValueError(f"evaluate {flags.task} reads texts: give --text or --books")
     texts = cases.read_texts(flags.text or cases.held_out_files(flags.books, plan))
-    if flags.task == "drafts":
-        _evaluate_drafts(flags, plan, texts)
-        return
-    for name, default in (("context", 4096), ("passages", 1), ("gamma", 8 if flags.task == "self" else 3)):
-        if getattr(flags, name) is None:
-            setattr(flags, name, default)
-    if flags.task == "self":
-        shares = [float(share) for share in flags.read_shares.split(",")]
-        of_texts = texts, flags.context, flags.passages, flags.generated
-        in_eight_bits = flags.draft_quantization == "fp8"
-        rows_of_self = self_drafting.run_study(flags.target, plan, *of_texts, flags.gamma, shares, in_eight_bits)
-        print(to_json(rows_of_self) if flags.json else text_table(self_drafting.COLUMNS, rows_of_self, left=1))
-        return
+    {"drafts": _evaluate_drafts, "self": _evaluate_self}.get(flags.task, _compare_methods)(flags, plan, texts)
+
+
+def _compare_methods(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
     tokenizer = load_tokenizer(flags.target)
     if flags.task == "perplexity":
         prefilled = flags.context - 512 if flags.prefilled is None else flags.prefilled
         chosen = cases.perplexity_cases(texts, tokenizer, flags.context, prefilled, flags.passages)
     elif flags.task == "recall":
-        chosen = cases.recall_cases(flags.kinds.split(","), texts, tokenizer, flags.context, flags.cases)
+        chosen = cases.recall_cases(list(cases.RECALL), texts, tokenizer, flags.context, flags.cases)
     else:
         chosen = cases.copy_cases(texts, tokenizer, flags.context, flags.cases)
     variants = variants_of(flags.methods.split(","), flags.budgets.split(","), plan, flags.gamma)
     pair = Pair(flags.target, flags.draft, flags.kv_cache_dtype, flags.quantization)
-
     kept = _kept_sums(flags, plan, chosen, variants)
 
     def take(case: int, variant: int, sums: VariantSums) -> None:
@@ -73,39 +66,49 @@ def _kept_sums(flags: argparse.Namespace, plan: Plan, chosen: list[cases.Case], 
     file = flags.json if isinstance(flags.json, str) else None
     if flags.resume and file is None:
         raise ValueError("--resume goes on from the sums in a --json file: name one")
-    of_cases = ("task", "text", "books", "context", "prefilled", "passages", "gamma")
-    of_pair = ("target", "draft", "kv_cache_dtype", "quantization")
-    settings = {name: getattr(flags, name) for name in (*of_cases, *of_pair)} | {"plan": plan.hash}
+    settings = {name: value for name, value in vars(flags).items() if name not in _OF_NO_CASE} | {"plan": plan.hash}
     return KeptSums(Path(file) if file else None, flags.resume, settings, chosen, variants)
 
 
 def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
     sources = cases.held_out_files(flags.books, plan) if flags.books else flags.text or [str(models.DEMO_TEXT)]
-    hot = [float(share) for share in (flags.hot or "0.5,0.25").split(",")]
-    tokenizer = load_tokenizer(flags.target)
-    prompts = identity.prompts_of(cases.read_texts(sources), tokenizer, flags.context or 1000)
-    gamma = 4 if flags.gamma is None else flags.gamma
-    requests = identity.Requests(prompts, flags.generated, gamma)
-    plan = dataclasses.replace(plan, least_tokens=0)  # approximate sessions are to fetch what they choose
+    hot = [float(share) for share in flags.hot.split(",")]
+    prompts = identity.prompts_of(cases.read_texts(sources), load_tokenizer(flags.target), flags.context)
+    requests = identity.Requests(prompts, flags.generated, flags.gamma)
+    plan = replace(plan, least_tokens=0)  # approximate sessions are to fetch what they choose
     rows = list(identity.compare(flags.target, flags.draft, plan, requests, hot))
     print(to_json(rows) if flags.json else identity.to_text(rows))
     if not all(row.identical for row in rows):
         sys.exit(1)
 
 
+def _evaluate_self(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
+    rows = self_drafting.run_study(
+        flags.target,
+        plan,
+        texts,
+        flags.context,
+        flags.passages,
+        flags.generated,
+        flags.gamma,
+        in_eight_bits=flags.draft_quantization == "fp8",
+    )
+    print(to_json(rows) if flags.json else text_table(self_drafting.COLUMNS, rows, left=1))
+
+
 def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
-    numbers = {
-        "context": flags.context,
-        "passages": flags.passages,
-        "generated": flags.generated,
-        "recalled": flags.cases,
-        "gamma": flags.gamma,
-    }
-    study = drafts.DraftStudy(**{name: value for name, value in numbers.items() if value is not None})
-    shares = drafts.compared_shares([float(share) for share in flags.read_shares.split(",")])
-    pair = Pair(flags.target, flags.draft)
-    tables = study.run(pair, plan, texts, shares, flags.kinds.split(","), flags.workers)
+    tables = drafts.run_study(
+        Pair(flags.target, flags.draft),
+        plan,
+        texts,
+        context=flags.context,
+        passages=flags.passages,
+        generated=flags.generated,
+        recalled=flags.cases,
+        gamma=flags.gamma,
+        workers=flags.workers,
+    )
     if flags.json:
-        print(json.dumps({name: [dataclasses.asdict(row) for row in rows] for name, rows in tables.items()}, indent=1))
+        print(json.dumps({name: [asdict(row) for row in rows] for name, rows in tables.items()}, indent=1))
     else:
         print("\n\n".join(f"{name}\n{text_table(drafts.COLUMNS, rows, left=0)}" for name, rows in tables.items()))

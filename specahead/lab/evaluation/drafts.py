@@ -21,12 +21,7 @@ from specahead.lab.results import Columns
 from specahead.sparsity.plan import Plan
 
 TEXT, ANSWERS = "drafts of text", "drafts of answers"  # the tables' names
-READ_SHARES = (0.25, 0.1)
-
-
-def compared_shares(shares: Sequence[float] = READ_SHARES) -> list[float]:
-    """Return 1, since all are compared with dense rounds, and the shares below it."""
-    return [1.0, *(share for share in shares if share < 1)]
+READ_SHARES = (1.0, 0.25, 0.1)  # that are compared, the first one dense
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,7 @@ class DraftRow:
     """Blocks read, over those that dense drafts read."""
 
 
-def to_rows(shares: list[float], results: list[DraftSums]) -> list[DraftRow]:
+def to_rows(shares: Sequence[float], results: list[DraftSums]) -> list[DraftRow]:
     return [
         DraftRow(
             share,
@@ -70,59 +65,39 @@ COLUMNS: Columns[DraftRow] = {
 }
 
 
-@dataclass(frozen=True)
-class DraftStudy:
-    """passages of each text are continued by `generated` tokens; so many cases of each kind of recall are answered."""
-
-    context: int = 3000
-    passages: int = 4
-    generated: int = 64
-    recalled: int = 12
-    gamma: int = GAMMA
-
-    def run(
-        self,
-        pair: Pair,
-        plan: Plan,
-        texts: dict[str, str],
-        shares: list[float],
-        kinds: Sequence[str] = tuple(RECALL),
-        workers: int = 0,
-    ) -> dict[str, list[DraftRow]]:
-        """Two tables by name. Raises ValueError for texts that are too short."""
-        tokenizer = load_tokenizer(pair.target)
-        tasks = {
-            TEXT: perplexity_cases(texts, tokenizer, self.context, self.context, self.passages),
-            ANSWERS: recall_cases(list(kinds), texts, tokenizer, self.context, self.recalled),
-        }
-        tasks = {name: cases for name, cases in tasks.items() if cases}
-        return measure(pair, plan, tasks, shares, self.generated, self.gamma, workers)
-
-
-def measure(
+def run_study(
     pair: Pair,
     plan: Plan,
-    tasks: dict[str, list[Case]],
-    shares: list[float],
-    generated: int,
+    texts: dict[str, str],
+    context: int = 3000,
+    passages: int = 4,
+    generated: int = 64,
+    recalled: int = 12,
     gamma: int = GAMMA,
     workers: int = 0,
 ) -> dict[str, list[DraftRow]]:
-    """A table of each task. workers 0: one a core; results do not depend on it.
+    """Return a table for TEXT and one for ANSWERS, each with a row for each of READ_SHARES.
 
-    Raises PlanError where the plan has no `ahead`, and ValueError where memory does not suffice.
+    context: tokens of each case. passages: of each text, continued by `generated` tokens. recalled: questions of each
+    kind that are answered. workers: 0: one a core; results do not depend on it. Raises ValueError for texts that are
+    too short and where memory does not suffice.
     """
+    tokenizer = load_tokenizer(pair.target)
+    tasks = {
+        TEXT: perplexity_cases(texts, tokenizer, context, context, passages),
+        ANSWERS: recall_cases(list(RECALL), texts, tokenizer, context, recalled),
+    }
     cases = [(name, case) for name, chosen in tasks.items() for case in chosen]
     room = max(len(case.tokens) for _, case in cases) + generated + 2 * (gamma + 1)
-    totals = {name: [DraftSums() for _ in shares] for name in tasks}
+    totals = {name: [DraftSums() for _ in READ_SHARES] for name in tasks}
     both, dtype = 2 * room + 2 * PAGE_SIZE, resolve_dtype("auto", default_device(), pair.target)
     memory = memory_of([(pair.draft, both), (pair.target, both)], dtype, gamma + 1)
-    work = [(plan, case, shares, generated, gamma) for _, case in cases]
+    work = [(plan, case, READ_SHARES, generated, gamma) for _, case in cases]
     results = run_in_workers(_measure, work, partial(load_pair, pair, room), memory, workers, "drafts")
     for (name, _), sums in zip(cases, results, strict=True):
         for total, part in zip(totals[name], sums, strict=True):
             total.add(part)
-    return {name: to_rows(shares, sums) for name, sums in totals.items()}
+    return {name: to_rows(READ_SHARES, sums) for name, sums in totals.items() if sums[0].drafted}
 
 
 def load_pair(pair: Pair, context: int) -> tuple[ModelRunner, ModelRunner]:
@@ -134,6 +109,6 @@ def load_pair(pair: Pair, context: int) -> tuple[ModelRunner, ModelRunner]:
     return draft, load_runner(pair.target, dtype, device, room)
 
 
-def _measure(plan: Plan, case: Case, shares: list[float], generated: int, gamma: int) -> list[DraftSums]:
+def _measure(plan: Plan, case: Case, shares: Sequence[float], generated: int, gamma: int) -> list[DraftSums]:
     draft, target = held_models()
     return measure_case(draft, target, plan, case, shares, generated, gamma)

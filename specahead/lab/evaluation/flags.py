@@ -46,52 +46,51 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     _add_pair(parser, required=False)
     parser.add_argument("--plan", default=str(models.PLAN), help="default: the bundled pair's")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--text",
-        nargs="+",
-        metavar="FILE",
-        help="files, or ids of Hugging Face data sets (identity: the demo's text if none is given)",
-    )
+    demo = " (default: the demo's text)" if task == "identity" else ""
+    source.add_argument("--text", nargs="+", metavar="FILE", help=f"files, or ids of Hugging Face data sets{demo}")
     source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
+    by_task = {"drafts": 3000, "identity": 1000}
+    parser.add_argument(
+        "--context", type=int, default=by_task.get(task, 4096), help="tokens of each case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--gamma",
+        type=int,
+        default={"drafts": 4, "identity": 4, "self": 8}.get(task, 3),
+        help="drafted tokens a round; γ + 1 are verified (default: %(default)s)",
+    )
+    if task in ("perplexity", "drafts", "self"):
+        parser.add_argument("--passages", type=int, default=4 if task == "drafts" else 1, help="of each text")
+    if task in ("recall", "copy", "drafts"):
+        parser.add_argument("--cases", type=int, default=12, help="of each kind (default: 12)")
+    if task in ("drafts", "identity", "self"):
+        parser.add_argument("--generated", type=int, default=64, help="tokens after each passage")
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    else:
+        _add_method_flags(task, parser)
+    if task == "self":
+        parser.add_argument(
+            "--draft-quantization", choices=QUANTIZATIONS, default="none", help="how drafting passes read the weights"
+        )
+    elif task == "identity":
+        parser.add_argument("--hot", default="0.5,0.25", metavar="X,Y", help="GPU pages, of the pages of all sessions")
+    else:
+        parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
+
+
+def _add_method_flags(task: str, parser: argparse.ArgumentParser) -> None:
+    """Declare what the tasks take that compare methods."""
     parser.add_argument(
         "--methods",
         default="streaming,quest,ahead,oracle",
         metavar="A,B",
-        help="perplexity, recall, copy: also twilight, tidal, sts, specattn (default: streaming,quest,ahead,oracle)",
+        help="also twilight, tidal, sts, specattn (default: %(default)s)",
     )
     parser.add_argument("--budgets", default="0.06,0.12", metavar="X,Y", help="shares of the KV that are read")
-    parser.add_argument("--context", type=int, help="tokens of each case (default: 4096, drafts 3000, identity 1000)")
-    parser.add_argument("--prefilled", type=int, help="perplexity: tokens read densely (default: all but the last 512)")
-    parser.add_argument(
-        "--passages", type=int, help="perplexity, drafts, self: passages of each text (default: 1, drafts 4)"
-    )
-    parser.add_argument("--cases", type=int, default=12, help="recall, copy, drafts: cases (of each kind)")
-    parser.add_argument(
-        "--kinds", default="pass-key,named-keys,pairs", metavar="A,B", help="recall, drafts: what is hidden"
-    )
-    parser.add_argument(
-        "--gamma", type=int, help="drafted tokens a round; γ + 1 are verified (default: 3, drafts 4, self 8)"
-    )
-    parser.add_argument(
-        "--read-shares", default="0.25,0.1", metavar="X,Y", help="drafts, self: of what is read sparsely"
-    )
-    parser.add_argument(
-        "--hot", metavar="X,Y", help="identity: GPU pages, of the pages of all sessions (default: 0.5,0.25)"
-    )
-    parser.add_argument(
-        "--draft-quantization", choices=QUANTIZATIONS, default="none", help="self: how drafting passes read the weights"
-    )
-    parser.add_argument(
-        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="perplexity, recall, copy: of the target's KV"
-    )
-    parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, default="none", help="perplexity, recall, copy: the target's weights"
-    )
-    parser.add_argument("--generated", type=int, default=64, help="drafts, identity, self: tokens after each passage")
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one a core")
-    if task not in ("perplexity", "recall", "copy"):
-        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-        return
+    if task == "perplexity":
+        parser.add_argument("--prefilled", type=int, help="tokens read densely (default: all but the last 512)")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of the target's KV")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the target's weights")
     parser.add_argument(
         "--json", nargs="?", const=True, metavar="FILE", help="rows and sums, as they come; without FILE: print rows"
     )
@@ -99,7 +98,7 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
 
 
 def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of `evaluate sharing`. Those that say how blocks are chosen are for models without a rule."""
+    """Declare the flags of `evaluate sharing`."""
     parser.add_argument(
         "--model", nargs="+", default=[str(models.TARGET)], help="folders or Hugging Face ids (default: the bundled)"
     )
@@ -107,12 +106,6 @@ def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=2048, help="tokens of a passage")
     parser.add_argument("--passages", type=int, default=1, help="of each text")
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="tokens that share a choice")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")
-    parser.add_argument("--top", type=int, default=8, help="blocks that a token reads, these included:")
-    parser.add_argument("--first", type=int, default=1, help="blocks at the beginning")
-    parser.add_argument("--local", type=int, default=2, help="blocks before its own, and its own")
-    parser.add_argument("--dense-below", type=int, default=1024, help="tokens up to which all is read")
-    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--intensity",

@@ -15,7 +15,7 @@ from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.evaluation import cases, drafts, plots, report
 from specahead.lab.evaluation.cases import Case
-from specahead.lab.evaluation.drafts import DraftRow, DraftStudy
+from specahead.lab.evaluation.drafts import DraftRow
 from specahead.lab.evaluation.report import QualityRow
 from specahead.lab.evaluation.rounds import Variant
 from specahead.lab.evaluation.run import Pair, evaluate, parse_budget, variants_of
@@ -169,7 +169,7 @@ def main() -> None:
 
 def study_drafts(study: Study, page: Path) -> None:
     started = time.perf_counter()
-    tables = DraftStudy().run(study.pair, study.plan, study.texts, drafts.compared_shares())
+    tables = drafts.run_study(study.pair, study.plan, study.texts)
     for name, rows in tables.items():
         print(f"\n## {name}\n{text_table(drafts.COLUMNS, rows, left=0)}", flush=True)
     write_drafts(tables, page, "make evaluate", time.perf_counter() - started)

@@ -5,7 +5,6 @@ served), or the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.1
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
@@ -24,6 +23,7 @@ from target_service.self_drafting import SelfDrafting
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 WAYS = ("pillar", "streaming")
+READ_SHARES = (0.25, 0.1)  # of the KV, that drafting passes may read
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ def run_study(
     passages: int,
     generated: int,
     gamma: int,
-    shares: Sequence[float],
     in_eight_bits: bool = False,
 ) -> list[SelfRow]:
     """Return a row for each way, share and temperature. target: Hugging Face id or folder. generated: tokens behind
@@ -78,7 +77,7 @@ def run_study(
     if plan.group_size:
         runner.kv.keep_group_means(plan.group_size, variance_limit=plan.variance_limit)
     rows: list[SelfRow] = []
-    for share in shares:
+    for share in READ_SHARES:
         drafting = SelfDrafting(replace(plan, budget=share, least_tokens=0), gamma)
         for way, temperature in itertools.product(WAYS, TEMPERATURES):
             row = SelfRow(way, context, share, temperature, gamma, 0, 0, 0, 0.0)

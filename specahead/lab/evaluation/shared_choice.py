@@ -32,6 +32,8 @@ from specahead.lab.evaluation.cases import perplexity_cases, read_texts
 from specahead.lab.results import Columns, text_table, to_json
 from specahead.models.native_sparse import is_native_sparse, load_native_sparse
 
+RULE = BlockRule(64, 8, 1, 2, 1024)  # of models that have none: 8 blocks of 64 tokens, where there are more than 1,024
+
 
 @dataclass(frozen=True)
 class Reader:
@@ -80,7 +82,7 @@ def run(flags: argparse.Namespace) -> None:
     odd = [count for count in flags.shared if count < 0 or (count and CHOOSING_AT_ONCE % count)]
     if odd:
         raise ValueError(f"--shared {odd[0]}: expected 0 or a divisor of {CHOOSING_AT_ONCE}")
-    readers = [open_reader(model, flags) for model in flags.model]
+    readers = [open_reader(model) for model in flags.model]
     texts, tokens = read_texts(flags.text), list[list[int]]()
     for reader in readers:
         if flags.context < reader.dense_below + 2:
@@ -100,8 +102,8 @@ def run(flags: argparse.Namespace) -> None:
     print(text_table(COLUMNS, rows))
 
 
-def open_reader(model: str, flags: argparse.Namespace) -> Reader:
-    """Load a model, and have it choose blocks by its own rule or by that of the flags.
+def open_reader(model: str) -> Reader:
+    """Load a model, and have it choose blocks by its own rule, or by RULE.
 
     Raises NotImplementedError for a model that cannot be made to choose blocks.
     """
@@ -110,14 +112,13 @@ def open_reader(model: str, flags: argparse.Namespace) -> Reader:
         sparse, tokenizer = load_native_sparse(model, device)
         of_rule = sparse.rule.dense_below, str(sparse.rule)
         return Reader(name, lambda tokens, shared: sparse(tokens[None], shared)[0], *of_rule, tokenizer)
-    loaded = load_model(model, resolve_dtype(flags.dtype, device, model), device)
+    loaded = load_model(model, resolve_dtype("auto", device, model), device)
     if not isinstance(loaded.decoder, Decoder):
         raise NotImplementedError(
             f"{model}: only models that the fused decoder runs can be made to choose blocks; give one that needs no "
             "--enforce-eager"
         )
-    of_flags = BlockRule(flags.block_size, flags.top, flags.first, flags.local, flags.dense_below)
-    rule = loaded.decoder.block_rule or of_flags
+    rule = loaded.decoder.block_rule or RULE
     return Reader(name, partial(logits_of, loaded, rule), rule.dense_below, str(rule), load_tokenizer(model))
 
 
