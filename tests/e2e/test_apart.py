@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from protos import inference_pb2
-from specahead.lab.benchmarks.recording import SessionReads, load_reads
 from specahead.models import PLAN
 from specahead.sparsity.announce import summary_tokens
 from specahead.sparsity.plan import load_plan
@@ -36,12 +35,12 @@ from tests.client import (
 )
 from tests.faulty_line import FaultyLine, faulty_line
 from tests.lines import Line, lines
+from tests.recording import SessionReads, load_reads
 from tests.stack import Services, Stack, start_gateway, start_services
 
 ONE_WAY = 0.02  # seconds; a round of the bundled pair takes less
 TEXT = " ".join(f"It was the year {1800 + i}, and in the town nothing had changed." for i in range(60))
-SERVICE = "specahead.lab.benchmarks.serving.service"
-TARGET = ("-m", SERVICE, "target", "--record-reads")
+TARGET = ("-m", "tests.recording", "--record-reads")
 
 
 @dataclass(frozen=True)

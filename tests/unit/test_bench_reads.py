@@ -1,30 +1,26 @@
-"""Recorded reads: they come from the services, are stored as they were, and are stretched as they say."""
-
-from pathlib import Path
+"""Recorded reads: they come from the services, and are stretched as they say."""
 
 import numpy as np
 import pytest
 
-from specahead.lab.benchmarks.read_trace import READS, ReadTrace, about_reads, churn_of, load_reads, save_reads
+from specahead.lab.benchmarks.read_trace import READS, about_reads, load_reads
 from specahead.models import PLAN
 from specahead.sparsity.plan import load_plan
+from specahead.sparsity.selection import BlockSelection
 
 HEADS, WIDTH = 40, 250
 
 
-def trace_of(history: np.ndarray, rounds: int = 7) -> ReadTrace:
-    return ReadTrace("1/9", 0.1, 0.11, 0.2, 0.05, history, rounds)
-
-
-def test_traces_come_back_from_their_file(tmp_path: Path) -> None:
-    random = np.random.default_rng(1)
-    traces = [trace_of(random.integers(0, 2**7, (3, 4, 5), dtype=np.uint32)) for _ in range(1)]
-    save_reads(traces, tmp_path / "deeper" / "t.npz", {"command": "x"})
-    (again,) = load_reads(tmp_path / "deeper" / "t.npz")
-    assert about_reads(tmp_path / "deeper" / "t.npz") == {"command": "x"}
-    for name, value in vars(traces[0]).items():
-        assert np.array_equal(getattr(again, name), value), name
-    assert again.rounds == 7
+def churn_of(selections: list[BlockSelection], before: int) -> float:
+    """Return the mean share of a round's blocks that none of the last `before` rounds had, from the fifth round on."""
+    new = total = 0
+    for i in range(4, len(selections)):
+        known = selections[i - 1].words
+        for other in selections[i - before : i - 1]:
+            known = known | other.words
+        new += int(np.bitwise_count(selections[i].words & ~known).sum())
+        total += int(np.bitwise_count(selections[i].words).sum())
+    return new / max(1, total)
 
 
 def test_the_bundled_file() -> None:

@@ -1,12 +1,13 @@
 """What the bundled target reads behind the real services, put together to the shape of an 8B target.
 
-Recording. Target and draft service and the client endpoints are started as any deployment would, on a CPU; passages of
-held-out books, evenly spread, are prompts of 4,076 tokens to `approximate` sessions of method `ahead`, four at once,
-which generate 64 tokens each (temperature 1, the passage's number as seed: greedy text repeats itself sooner,
-and what is read changes less). The target writes what each round read (lab/benchmarks/recording.py). Kept of a session
-are its first 20 rounds, and sessions without 20 rounds in a row are left out, so rounds that accept all are a little
-rarer than they were. Of a round 250 blocks are kept for each of the 40 (layer, KV head) pairs: those that lie between
-the sink block and the plan's window of four when the first round is chosen. A run of its own is made for each share.
+Recording. The traces were recorded at commit c55eeadb by the recorder that this module was then. Target and draft
+service and the client endpoints were started as any deployment would, on a CPU; passages of held-out books, evenly
+spread, were prompts of 4,076 tokens to `approximate` sessions, four at once, which generated 64 tokens each
+(temperature 1, the passage's number as seed: greedy text repeats itself sooner, and what is read changes less). Kept of
+a session are its first 20 rounds, and sessions without 20 rounds in a row are left out, so rounds that accept all are a
+little rarer than they were. Of a round 250 blocks are kept for each of the 40 (layer, KV head) pairs: those that lie
+between the sink block and the plan's window of four when the first round is chosen. A run of its own was made for each
+share.
 
 Shares. Sinks, window, group means and the blocks beside the window take much of a budget at 4,096 tokens and next to
 nothing at 100K. So the services are given more than the share, as much as leaves it within the 250 blocks, by trial.
@@ -25,40 +26,16 @@ tokens, and the blocks that a context gains. Sink and window are not there eithe
 
 import json
 import lzma
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-import grpc
 import numpy as np
-from tqdm import tqdm
 
-from protos import inference_pb2, inference_pb2_grpc
-from specahead import models
-from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints, wait_for_service
-from specahead.lab.benchmarks.recording import SessionReads
-from specahead.lab.benchmarks.recording import load_reads as load_recording
 from specahead.lab.benchmarks.selection_trace import ROWS, open_traces
-from specahead.lab.evaluation.cases import held_out_files
-from specahead.lab.evaluation.models import model_hash
-from specahead.lab.evaluation.plans import save_plan
-from specahead.sparsity.plan import load_plan
 from specahead.sparsity.selection import BlockSelection
-from specahead.wire.options import OPTIONS
 
-SERVICE = "specahead.lab.benchmarks.serving.service"  # records what a target reads
 READS = Path(__file__).parent / "traces" / "reads.npz"
-PROMPT, GENERATED, ROUNDS, AT_ONCE = 4076, 64, 20, 4
-FIRST, BLOCKS = 1, 250
 BLOCKS_AT_100K, MOST_BLOCKS = 6250, 32768  # of 16 tokens: 100,000 and 524,288
-PASSAGES = 32  # recorded for each share
-BUDGETS = {"1/8": 0.152, "1/10": 0.1265, "1/16": 0.09, "1/32": 0.059}  # --budget of the services for each share
 
 
 @dataclass(frozen=True)
@@ -69,7 +46,7 @@ class ReadTrace:
     """
 
     name: str
-    """The share, as in BUDGETS."""
+    """The share: 1/8, 1/10, 1/16 or 1/32."""
     budget: float
     """The services' --budget."""
     selected: float
@@ -79,8 +56,8 @@ class ReadTrace:
     churn4: float
     """Share of a round's blocks that none of the last four rounds read."""
     history: np.ndarray
-    """uint32 [passages, heads, BLOCKS]; bit t is set if round t read the block."""
-    rounds: int = ROUNDS
+    """uint32 [passages, heads, 250]; bit t is set if round t read the block."""
+    rounds: int = 20
     session: int = 0
     """Which arrangement of the passages."""
 
@@ -119,18 +96,6 @@ class ReadTrace:
         return [BlockSelection.from_matrix(self.matrix(i)) for i in range(self.rounds)]
 
 
-def save_reads(traces: list[ReadTrace], file: Path, about: dict[str, str]) -> None:
-    """Write each trace under its name: the history packed, and all other fields as `facts`."""
-    arrays = {"about": _text(about)}
-    for trace in traces:
-        facts = {key: value for key, value in vars(trace).items() if not isinstance(value, np.ndarray)}
-        arrays[f"{trace.name} facts"] = _text(facts | {"shape": trace.history.shape})
-        packed = lzma.compress(trace.history.astype("<u4").tobytes(), preset=9)
-        arrays[trace.name] = np.frombuffer(packed, np.uint8)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
-
-
 def load_reads(file: Path = READS) -> list[ReadTrace]:
     """Return the traces of a file, the widest share first. Raises FileNotFoundError."""
     with open_traces(file) as content:
@@ -147,151 +112,3 @@ def about_reads(file: Path = READS) -> dict[str, str]:
     """Return how the traces of a file were made. Raises FileNotFoundError."""
     with open_traces(file) as content:
         return json.loads(content["about"].tobytes())
-
-
-def _text(content: dict[str, object] | dict[str, str]) -> np.ndarray:
-    return np.frombuffer(json.dumps(content).encode(), np.uint8)
-
-
-# Recording
-
-
-def record_reads(folder: str, file: Path, passages: int) -> None:
-    """Record from the held-out books of a folder, with the bundled pair and its plan.
-
-    Raises ValueError if the books or the recorded passages are too few, ChildProcessError if a service fails.
-    """
-    needed = -(-BLOCKS_AT_100K // BLOCKS)
-    if passages < needed:
-        raise ValueError(
-            f"{passages} passages: a row at 100K takes {needed}, none of them twice; give at least {needed}"
-        )
-    plan = load_plan(models.PLAN)
-    books = held_out_files(folder, plan)
-    tokenizer = load_tokenizer(str(models.TARGET))
-    texts = [tokenizer.encode(Path(book).read_text(encoding="utf-8")) for book in books]
-    prompts = list(evenly_spread(texts, passages, PROMPT))
-    traces = []
-    for name, budget in BUDGETS.items():
-        sessions = [session for session in _serve(prompts, budget, name) if _is_complete(session)]
-        if len(sessions) < needed:
-            raise ValueError(
-                f"share {name}: {len(sessions)} of {passages} sessions have {ROUNDS} rounds in a row, a trace takes "
-                f"{needed}; give more passages, or fewer CPUs to others"
-            )
-        traces.append(_trace(name, budget, sessions))
-    about = {
-        "recorded": datetime.now(UTC).date().isoformat(),
-        "command": f"python -m specahead.lab.benchmarks.read_trace BOOKS {passages}",
-        "books": ", ".join(Path(book).name for book in books),
-        "target": model_hash(str(models.TARGET)),
-        "draft": model_hash(str(models.DRAFT)),
-        "plan": plan.hash,
-    }
-    save_reads(traces, file, about)
-
-
-def _serve(prompts: list[list[int]], budget: float, name: str) -> list[SessionReads]:
-    """One run of the services: what the target recorded of the prompts' sessions."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, plan_file = str(Path(folder) / "reads.npz"), str(Path(folder) / "plan.json")
-        save_plan(replace(load_plan(models.PLAN), budget=budget, least_tokens=0), plan_file)
-        target, draft = free_addresses(2)
-        room = str(2 * AT_ONCE * (PROMPT + GENERATED + 64))  # twice: prompts stay indexed while there is room
-        shared = ("--plan", plan_file)
-        speculation = ("--speculation", json.dumps({"gamma": 4}))  # as recorded: no policy leaves rounds out
-        limits = ("--kv-tokens", room, "--device", "cpu")
-        with children() as start:
-            for module, model, address, *own in (
-                ((SERVICE, "target"), models.TARGET, target, "--record-reads", file),
-                (("draft_service",), models.DRAFT, draft, "--target", target),
-            ):
-                command = (*module, "--model", str(model), "--port", port_of(address), *own)
-                wait_for_service(start(*command, *shared, *limits, *speculation, stdout=subprocess.PIPE))
-            endpoints = start_endpoints(start, "--target-address", target, "--draft-address", draft, *shared)
-            with (
-                ThreadPoolExecutor(AT_ONCE) as pool,
-                grpc.insecure_channel(endpoints, options=OPTIONS) as channel,  # closes first: all requests end
-            ):
-                stub = inference_pb2_grpc.InferenceStub(channel)
-                jobs = [pool.submit(_generate, stub, i, prompt) for i, prompt in enumerate(prompts)]
-                for job in tqdm(jobs, desc=f"share {name}", unit="passage"):
-                    job.result()
-        return sorted(load_recording(file), key=lambda session: int(session.session))
-
-
-def _generate(stub: inference_pb2_grpc.InferenceStub, index: int, prompt: list[int]) -> None:
-    request = inference_pb2.GenerateRequest(
-        request_id=str(index),
-        token_ids=inference_pb2.TokenIds(ids=prompt),
-        max_tokens=GENERATED,
-        temperature=1,
-        seed=index,
-        exactness="EXACTNESS_APPROXIMATE",
-        ignore_eos=True,
-    )
-    for _ in stub.Generate(request):
-        pass
-
-
-def _is_complete(session: SessionReads) -> bool:
-    """Whether it has rounds enough, none of which read everything for want of an announcement."""
-    return [read.at.round for read in session.reads[:ROUNDS]] == list(range(ROUNDS))
-
-
-def _trace(name: str, budget: float, sessions: list[SessionReads]) -> ReadTrace:
-    kept = [
-        [read.blocks.matrix()[:, FIRST : FIRST + BLOCKS] for read in session.reads[:ROUNDS]] for session in sessions
-    ]
-    history = np.stack([sum(b.astype(np.uint32) << np.uint32(t) for t, b in enumerate(rounds)) for rounds in kept])
-    selections = [[BlockSelection.from_matrix(blocks) for blocks in rounds] for rounds in kept]
-    return ReadTrace(
-        name=name,
-        budget=budget,
-        selected=float(np.mean([blocks.mean() for rounds in kept for blocks in rounds[4:]])),
-        churn=float(np.mean([churn_of(rounds, 1) for rounds in selections])),
-        churn4=float(np.mean([churn_of(rounds, 4) for rounds in selections])),
-        history=history,
-    )
-
-
-def churn_of(selections: list[BlockSelection], before: int) -> float:
-    """Return the mean share of a round's blocks that none of the last `before` rounds had, from the fifth round on."""
-    new = total = 0
-    for i in range(4, len(selections)):
-        known = selections[i - 1].words
-        for other in selections[i - before : i - 1]:
-            known = known | other.words
-        new += int(np.bitwise_count(selections[i].words & ~known).sum())
-        total += int(np.bitwise_count(selections[i].words).sum())
-    return new / max(1, total)
-
-
-def evenly_spread(texts: list[list[int]], count: int, length: int) -> Iterator[list[int]]:
-    """Yield passages of equal length, whose starts are evenly spread over all places with room for one.
-
-    Raises ValueError if no text is longer than a passage.
-    """
-    places = [max(0, len(text) - length) for text in texts]
-    if not sum(places):
-        raise ValueError(f"the texts are too short for a passage of {length} tokens")
-    for i in range(count):
-        start = sum(places) * i // count
-        for text, room in zip(texts, places, strict=True):
-            if start < room:
-                yield text[start : start + length]
-                break
-            start -= room
-
-
-def main() -> None:
-    """Record from a folder of .txt files: `python -m specahead.lab.benchmarks.read_trace BOOKS [PASSAGES]`.
-
-    It takes half an hour on two cores.
-    """
-    folder, *passages = sys.argv[1:]
-    record_reads(folder, READS, int(passages[0]) if passages else PASSAGES)
-
-
-if __name__ == "__main__":
-    main()

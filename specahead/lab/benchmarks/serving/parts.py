@@ -2,8 +2,7 @@
 
 import argparse
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult
 from specahead.config import TargetSettings
 from specahead.engine.steps.requests import RoundOutput
-from specahead.lab.benchmarks.recording import ReadRecording
 from specahead.lab.benchmarks.serving.imposed import CONFIRMATION, ImposedVerdicts, foreseeing
 from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
 from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
@@ -29,28 +27,20 @@ from target_service.verifier import Verifier
 Arrived = Callable[[DraftEvent | TargetEvent], None]
 
 
-@contextlib.contextmanager
-def target_parts(settings: TargetSettings, flags: argparse.Namespace) -> Iterator[target_service.Parts]:
-    """Yield the parts of a target by the flags of service.py; write a recording of reads at the end."""
-    recording = None if flags.record_reads is None else ReadRecording(flags.record_reads)
+def target_parts(settings: TargetSettings, flags: argparse.Namespace) -> target_service.Parts:
+    """Return the parts of a target by the flags of service.py."""
     judging = Recorder(flags.timeline, _judged_rounds) if flags.timeline else None
     drafting = None
     if flags.timeline and settings.draft_in_target:
         drafting = Recorder(str(timeline_of_draft(Path(flags.timeline))), _drafted_rounds)
-    parts = target_service.Parts(
+    return target_service.Parts(
         hooks=Hooks(
             judge=None if flags.acceptance is None else ImposedVerdicts(flags.acceptance, CONFIRMATION),
-            on_round=None if recording is None else recording.add,
             on_draft_event=None if judging is None else partial(_note_arrival, judging, Proposals),
         ),
         drafter=_drafter_factory(drafting),
         steps=partial(_target_steps, flags.attached_while, judging, drafting),
     )
-    try:
-        yield parts
-    finally:
-        if recording is not None:
-            recording.save()
 
 
 def draft_parts(flags: argparse.Namespace) -> draft_service.Parts:

@@ -7,7 +7,6 @@ Its flags are the service's own and those below. Everything else is the deployed
 import argparse
 import os
 import sys
-from dataclasses import replace
 
 from specahead.config import DraftSettings, SettingsError, TargetSettings, resolve_service
 from specahead.config.garbage import collect_seldom
@@ -38,18 +37,14 @@ def add_flags(parser: argparse.ArgumentParser, side: str) -> None:
     if side == "draft":
         return
     parser.add_argument("--acceptance", type=float, metavar="P", help="keep a drafted token with this probability")
-    parser.add_argument("--record-reads", metavar="FILE", help="write at the end which blocks approximate rounds read")
 
 
 def _run_target(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
     settings, flags = resolve_service(parser, TargetSettings(port=50052), arguments, os.environ)
-    if flags.record_reads:  # plain rounds are in no recording, so a busy machine, too, waits for its draft
-        settings = replace(settings, draft_timeout=60.0)
     from specahead.lab.benchmarks.serving.parts import target_parts  # loads torch, which --help does not need
     from target_service.service import run
 
-    with target_parts(settings, flags) as parts:
-        run_service(settings, lambda on_ready: run(settings, on_ready, parts))
+    run_service(settings, lambda on_ready: run(settings, on_ready, target_parts(settings, flags)))
 
 
 def _run_draft(parser: argparse.ArgumentParser, arguments: list[str]) -> None:

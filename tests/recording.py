@@ -1,20 +1,26 @@
-"""Records what the rounds of approximate sessions read (--record-reads FILE of serving/service.py).
+"""`python -m tests.recording`: a target service that records what the rounds of approximate sessions read.
 
 Each round takes one bit of memory for each (layer, KV head, block) while the service runs. The file is written when
 the service stops.
 """
 
+import argparse
 import json
 import os
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from specahead.config import TargetSettings, resolve_service
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At
+from specahead.wire.server import run_service
 from specahead.wire.session_names import name_of_client
+from target_service.hooks import Hooks
+from target_service.service import Parts, run
 
 _NUMBERS = ("rounds", "epochs", "bases", "accepted", "blocks")  # arrays of a session, int64 [rounds]
 
@@ -96,3 +102,19 @@ def _session_reads(content: "np.lib.npyio.NpzFile", i: int, name: str) -> list[R
         full = BlockSelection(words.shape[0], words.shape[1] * 64, words)
         reads.append(Read(At(name, epoch, round_, base), accepted, full.resized(blocks)))
     return reads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.recording", description=__doc__)
+    parser.add_argument("--record-reads", required=True, metavar="FILE")
+    settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
+    settings = replace(settings, draft_timeout=60.0)  # plain rounds are in no recording: a busy machine, too, waits
+    recording = ReadRecording(flags.record_reads)
+    try:
+        run_service(settings, lambda on_ready: run(settings, on_ready, Parts(Hooks(on_round=recording.add))))
+    finally:
+        recording.save()
+
+
+if __name__ == "__main__":
+    main()
