@@ -77,22 +77,17 @@ def children() -> Iterator[Start]:
         signal.signal(signal.SIGTERM, before)
 
 
-def start_endpoints(start: Start, *flags: str, seconds: float = _START_SECONDS) -> str:
-    """Start the client endpoints over running services; return their gRPC address once they are ready.
-
-    Raises ChildProcessError if they end before, or are not ready in time.
-    """
-    return wait_for_endpoints(launch_endpoints(start, *flags), seconds).grpc
-
-
 def launch_endpoints(start: Start, *flags: str) -> "subprocess.Popen[str]":
-    """Start the client endpoints without waiting for them."""
+    """Start the client endpoints over running services, without waiting for them."""
     ports = ("--grpc-port", "0", "--port", "0")
     return start("orchestrator.launch", "--logging", '{"level": "warning"}', *flags, *ports, stdout=subprocess.PIPE)
 
 
 def wait_for_endpoints(process: "subprocess.Popen[str]", seconds: float = _START_SECONDS) -> Endpoints:
-    """Return the addresses of client endpoints that were launched, once they are ready (`start_endpoints`)."""
+    """Return the addresses of client endpoints that were launched, once they are ready.
+
+    Raises ChildProcessError if they end before, or are not ready in time.
+    """
     assert process.stdout is not None
     with _killed_after(process, seconds):
         said = list(itertools.takewhile(lambda line: line.strip() != "ready", process.stdout))

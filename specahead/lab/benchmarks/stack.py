@@ -12,7 +12,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from protos import inference_pb2, inference_pb2_grpc
-from specahead.lab.benchmarks.processes import children, free_addresses, port_of, start_endpoints
+from specahead.lab.benchmarks.processes import children, free_addresses, launch_endpoints, port_of, wait_for_endpoints
 from specahead.lab.results import Columns, describe, describe_run, processor, text_table, write_json
 from specahead.wire.options import OPTIONS
 
@@ -91,6 +91,10 @@ def _check(sessions: list[int], tokens: int, gamma: int) -> None:
         raise ValueError(f"tokens {tokens}: with gamma {gamma} it takes {least} for two rounds to be timed")
 
 
+def _cpu_of(side: str) -> Callable[[StackRow], str]:
+    return lambda row: f"{row.cpu_ms[side]:.2f} ms"
+
+
 _COLUMNS: Columns[StackRow] = {
     "sessions": lambda row: str(row.sessions),
     "exactness": lambda row: row.exactness,
@@ -101,7 +105,7 @@ _COLUMNS: Columns[StackRow] = {
     "messages": lambda row: str(row.messages),
     "tokens": lambda row: f"{row.tokens_a_round:.2f}",
     "announced": lambda row: f"{row.announced_bytes_a_round:.1f} B",
-    **{side: lambda row, side=side: f"{row.cpu_ms[side]:.2f} ms" for side in SIDES},
+    **{side: _cpu_of(side) for side in SIDES},
 }
 _LEGEND = f"""\
 Each row is the middle one of {PASSES} passes. Round: as a client sees it. A session: wall time over
@@ -177,5 +181,5 @@ def _stack(gamma: int) -> Iterator[tuple[str, list[int]]]:
         dials = "--target", target
         start_noted("specahead.lab.benchmarks.scripted", "draft", "--port", port_of(draft), *dials, *of_both)
         services = ("--target-address", target, "--draft-address", draft)
-        address = start_endpoints(start_noted, *services)
-        yield address, [*processes, os.getpid()]
+        endpoints = wait_for_endpoints(launch_endpoints(start_noted, *services))
+        yield endpoints.grpc, [*processes, os.getpid()]
