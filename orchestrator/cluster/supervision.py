@@ -7,13 +7,16 @@ except while it starts. A model step that hangs ends its own process (specahead/
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
 from orchestrator.cluster.service_status import ControlLine
 from specahead.wire.errors import ClusterError
 from specahead.wire.streams import BEAT_SECONDS, PATIENCE, run_together
+
+if TYPE_CHECKING:
+    from orchestrator.cluster.fleet import RayPlacement
 
 log = logging.getLogger(__name__)
 
@@ -23,36 +26,17 @@ RAY_ATTEMPTS = 3
 PAUSE_BEATS = 5  # between attempts
 
 
-class Placement(Protocol):
-    """Places services. Each method may take long and runs in a thread."""
-
-    def locate(self, name: str) -> str:
-        """Return where a service listens; "" as long as that is not known."""
-
-    def replace(self, name: str) -> None:
-        """End the process of a service, dead or alive, and have it started anew, here or elsewhere."""
-
-    @property
-    def owns_ray(self) -> bool:
-        """Whether Ray was started here; else nobody here can start it again."""
-
-    def is_alive(self) -> bool:
-        """Return whether the services are watched, so that one that dies is started anew. Raises if nobody can tell."""
-
-    def restart(self) -> None:
-        """Place all services anew. Raises ClusterError or what Ray raises."""
-
-
 async def supervise(
     services: Mapping[str, ControlLine],
-    placement: Placement,
+    placement: "RayPlacement",
     put: Callable[[str, str], None],
     after_restart: Callable[[], None] = lambda: None,
     turn: asyncio.Lock | None = None,
 ) -> None:
     """Watch the services and what placed them until cancelled. Raises ClusterError if they cannot be placed again.
 
-    services: how each is called, by name. Others may come and go meanwhile.
+    services: how each is called, by name. Others may come and go meanwhile. placement: its methods may take long, and
+    run in threads.
     put: takes the name and the new address of a service that did not answer.
     after_restart: called after each attempt to restart, for what Ray changes in this process when it is started.
     turn: held while the set of placed services changes, so that there is one repair at a time.
@@ -63,7 +47,7 @@ async def supervise(
 
 
 async def _watch_services(
-    services: Mapping[str, ControlLine], placement: Placement, put: Callable[[str, str], None], turn: asyncio.Lock
+    services: Mapping[str, ControlLine], placement: "RayPlacement", put: Callable[[str, str], None], turn: asyncio.Lock
 ) -> None:
     """Watch each service as long as it is there. Runs until cancelled."""
     watches: dict[str, asyncio.Task[None]] = {}
@@ -83,7 +67,7 @@ async def _watch_services(
 async def _watch_service(
     name: str,
     services: Mapping[str, ControlLine],
-    placement: Placement,
+    placement: "RayPlacement",
     put: Callable[[str, str], None],
     turn: asyncio.Lock,
 ) -> None:
@@ -117,7 +101,7 @@ async def _watch_service(
                 await _locate(name, placement, put)
 
 
-async def _locate(name: str, placement: Placement, put: Callable[[str, str], None]) -> None:
+async def _locate(name: str, placement: "RayPlacement", put: Callable[[str, str], None]) -> None:
     """Look up the address of a service that does not answer: Ray may have started it elsewhere."""
     try:
         async with asyncio.timeout(RAY_PATIENCE):
@@ -129,7 +113,7 @@ async def _locate(name: str, placement: Placement, put: Callable[[str, str], Non
         put(name, address)
 
 
-async def _replace(name: str, placement: Placement) -> bool:
+async def _replace(name: str, placement: "RayPlacement") -> bool:
     """Have a service replaced; returns whether that worked."""
     try:
         await asyncio.to_thread(placement.replace, name)
@@ -139,7 +123,7 @@ async def _replace(name: str, placement: Placement) -> bool:
     return True
 
 
-async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_restart: Callable[[], None]) -> None:
+async def _watch_placement(placement: "RayPlacement", turn: asyncio.Lock, after_restart: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(BEAT_SECONDS)
         if await _is_watched(placement):
@@ -150,7 +134,7 @@ async def _watch_placement(placement: Placement, turn: asyncio.Lock, after_resta
         log.warning("the services are placed anew")
 
 
-async def _is_watched(placement: Placement) -> bool:
+async def _is_watched(placement: "RayPlacement") -> bool:
     """Return whether the services are watched. The head of a joined Ray that does not answer may come back for a while:
     services on other nodes go on without it, and are watched again then."""
     alive = await _is_alive(placement)
@@ -165,7 +149,7 @@ async def _is_watched(placement: Placement) -> bool:
     return bool(alive)
 
 
-async def _is_alive(placement: Placement) -> bool | None:
+async def _is_alive(placement: "RayPlacement") -> bool | None:
     """Return whether the services are watched; None if Ray does not answer."""
     try:
         async with asyncio.timeout(RAY_PATIENCE):
@@ -175,7 +159,7 @@ async def _is_alive(placement: Placement) -> bool | None:
         return None
 
 
-async def _restart(placement: Placement, after_restart: Callable[[], None]) -> None:
+async def _restart(placement: "RayPlacement", after_restart: Callable[[], None]) -> None:
     for attempt in range(1, RAY_ATTEMPTS + 1):
         try:
             return await asyncio.to_thread(placement.restart)

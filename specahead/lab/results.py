@@ -91,9 +91,20 @@ def to_json(rows: Sequence[Any]) -> str:
 
 
 def write_json(file: str | Path | None, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, unless `file` is None. It is moved into place, so that nobody ever reads a half of it."""
+    """Write a JSON file with a line for each row, unless `file` is None.
+
+    It is moved into place, so that nobody ever reads a half of it.
+    """
     if file is None:
         return
-    path, part = Path(file), Path(f"{file}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    entries = (f"{json.dumps(name)}: {_with_lines(value)}" for name, value in content.items())
+    part = Path(f"{file}.part")
+    part.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+    part.replace(file)
+
+
+def _with_lines(value: Any) -> str:
+    """Return JSON, with a line for each item of a list."""
+    return (
+        "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) and value else json.dumps(value)
+    )

@@ -11,7 +11,7 @@ Main = Callable[[], Coroutine[object, object, None]]
 
 
 class Cluster:
-    """Owns processes by name. Implements supervision's Placement.
+    """Owns processes by name. It stands in for RayPlacement where services are supervised.
 
     processes: the last process of each name. is_up: whether dead processes are started again. report: called for a
     process that ended with an error. is_lost: asked whether the frames that a dying process has sent are lost.

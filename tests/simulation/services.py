@@ -10,7 +10,7 @@ from draft_service.drafter import Drafter
 from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.service_status import Lines
-from orchestrator.cluster.supervision import Placement, supervise
+from orchestrator.cluster.supervision import supervise
 from orchestrator.requests.records import Limits, max_message
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
@@ -118,7 +118,7 @@ async def run_gateway(
     targets: list[str],
     scenario: Scenario,
     services: list[str],
-    placement: Placement,
+    placement: Any,
     keep: Callable[[Any], None],
 ) -> None:
     """Serve clients over targets, and watch services."""
