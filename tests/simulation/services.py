@@ -114,12 +114,7 @@ async def run_draft(name: str, scenario: Scenario, runner: DraftRunner, keep: Ca
 
 
 async def run_gateway(
-    name: str,
-    targets: list[str],
-    scenario: Scenario,
-    services: list[str],
-    placement: Any,
-    keep: Callable[[Any], None],
+    name: str, targets: list[str], scenario: Scenario, services: list[str], placement: Any, keep: Callable[[Any], None]
 ) -> None:
     """Serve clients over targets, and watch services."""
     directory = Directory({target: address_of(target) for target in targets})

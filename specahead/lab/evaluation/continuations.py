@@ -6,6 +6,7 @@ something goes on in its own words to the end of the answer, and the answer coun
 from one round to the next.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,7 +58,7 @@ def measure_case(
     target: ModelRunner,
     plan: Plan,
     case: Case,
-    shares: list[float],
+    shares: Sequence[float],
     generated: int,
     gamma: int = GAMMA,
 ) -> list[DraftSums]:

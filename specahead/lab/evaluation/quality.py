@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from specahead import models
 from specahead.engine.loading.tokenizer import load_tokenizer
@@ -35,118 +36,82 @@ class Study:
     pair: Pair
     plan: Plan
     texts: dict[str, str]
-    tokenizer: object
+    tokenizer: Any
     rows: dict[str, list[QualityRow]]
+    """Of the tables that were made so far, by name."""
 
-    def run(self, title: str, chosen: list[Case], variants: list[Variant]) -> list[QualityRow]:
-        rows = report.to_rows(title, variants, evaluate(self.pair, chosen, variants, description=title))
-        self.rows[title] = rows
-        return rows
-
-    def passages(self, context: int, prefilled: int, books: int) -> list[Case]:
+    def passages(self, context: int, books: int) -> list[Case]:
+        """Return a passage of each of the first books, of which the last 512 tokens are scored."""
         texts = dict(list(self.texts.items())[:books])
-        return cases.perplexity_cases(texts, self.tokenizer, context, prefilled)
+        return cases.perplexity_cases(texts, self.tokenizer, context, context - 512)
+
+    def recall(self, kinds: list[str], context: int, count: int) -> list[Case]:
+        return cases.recall_cases(kinds, self.texts, self.tokenizer, context, count)
 
     def variants(self, methods: str, budgets: list[str]) -> list[Variant]:
         return variants_of(methods.split(), budgets, self.plan, GAMMA)
 
-    def dense(self) -> Variant:
-        return Variant("dense", "", self.plan, GAMMA)
+    def changed(self, *variants: tuple[str, str, str, Plan]) -> list[Variant]:
+        """Return the dense variant, and variants of plans by label, method and budget."""
+        others = [Variant(m, budget, parse_budget(budget, plan), GAMMA, label) for label, m, budget, plan in variants]
+        return [Variant("dense", "", self.plan, GAMMA), *others]
 
 
-def main_variants(study: Study) -> list[Variant]:
-    return study.variants(COMPARED, BUDGETS)
-
-
-def long_text(study: Study) -> list[QualityRow]:
-    return study.run("long text", study.passages(LONG, LONG - 512, 5), main_variants(study))
-
-
-def pass_key(study: Study) -> list[QualityRow]:
-    chosen = cases.recall_cases(["pass-key"], study.texts, study.tokenizer, LONG, 12)
-    return study.run("pass key", chosen, main_variants(study))
-
-
-def recall(study: Study, context: int) -> list[QualityRow]:
-    chosen = cases.recall_cases(
-        ["named-keys", "pairs"], study.texts, study.tokenizer, context, 2 if context > LONG else 4
-    )
-    return study.run(f"recall at {context}", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
-
-
-def copying(study: Study) -> list[QualityRow]:
-    chosen = cases.copy_cases(study.texts, study.tokenizer, LONG, 8)
-    return study.run("copy", chosen, study.variants(COMPARED, ["0.03", "0.06"]))
-
-
-def eight_thousand(study: Study) -> list[QualityRow]:
-    return study.run(
-        "8,192 tokens", study.passages(2 * LONG, 2 * LONG - 512, 2), study.variants("quest ahead oracle", ["0.06"])
+def block_sizes(study: Study) -> list[Variant]:
+    plans = {  # sinks and window stay as many tokens
+        size: replace(study.plan, block_size=size, sink_blocks=max(1, 16 // size), window_blocks=max(1, 64 // size))
+        for size in (1, 16, 32, 64)
+    }
+    methods = "ahead", "oracle"
+    return study.changed(
+        *((f"{m}, blocks of {size}", m, "0.12", plan) for size, plan in plans.items() for m in methods)
     )
 
 
-def block_sizes(study: Study) -> list[QualityRow]:
-    variants = [study.dense()]
-    for size in (1, 16, 32, 64):
-        # Sinks and window stay as many tokens.
-        plan = replace(
-            parse_budget("0.12", study.plan),
-            block_size=size,
-            sink_blocks=max(1, 16 // size),
-            window_blocks=max(1, 64 // size),
-        )
-        variants += [Variant(m, "0.12", plan, 3, f"{m}, blocks of {size}") for m in ("ahead", "oracle")]
-    return study.run("block sizes", study.passages(LONG, LONG - 512, 2), variants)
+def dense_layers(study: Study) -> list[Variant]:
+    plans = {count: replace(study.plan, dense_layers=tuple(range(count))) for count in (0, 1, 2)}
+    methods = "quest", "ahead"
+    return study.changed(*((f"{m}, {count} dense", m, "0.06", plan) for count, plan in plans.items() for m in methods))
 
 
-def dense_layers(study: Study) -> list[QualityRow]:
-    variants = [study.dense()]
-    for count in (0, 1, 2):
-        plan = replace(parse_budget("0.06", study.plan), dense_layers=tuple(range(count)))
-        variants += [Variant(m, "0.06", plan, 3, f"{m}, {count} dense") for m in ("quest", "ahead")]
-    return study.run("dense first layers", study.passages(LONG, LONG - 512, 3), variants)
-
-
-def parts_of_ahead(study: Study) -> list[QualityRow]:
-    """`ahead` without one of its parts, or with another value of one setting."""
+def parts_of_ahead(study: Study) -> list[Variant]:
+    """Return `ahead` without one of its parts, or with another value of one setting, and the oracle."""
     plan = study.plan
     ones = tuple(tuple(1.0 for _ in row) for row in plan.head_importance)
-    changed: dict[str, tuple[str, Plan]] = {
-        "ahead": ("ahead", plan),
-        "no group means": ("ahead", replace(plan, group_size=0)),
-        **{f"groups of {size}": ("ahead", replace(plan, group_size=size)) for size in (64, 128, 256)},
-        "all heads alike": ("ahead", replace(plan, head_importance=ones)),
-        **{f"{share:.0%} announced": ("ahead", replace(plan, announced_share=share)) for share in (0.5, 0.7, 1.0)},
-        "oracle": ("oracle", plan),
+    plans = {
+        "ahead": plan,
+        "no group means": replace(plan, group_size=0),
+        **{f"groups of {size}": replace(plan, group_size=size) for size in (64, 128, 256)},
+        "all heads alike": replace(plan, head_importance=ones),
+        **{f"{share:.0%} announced": replace(plan, announced_share=share) for share in (0.5, 0.7, 1.0)},
+        "oracle": plan,
     }
-    variants = [study.dense()]
-    for label, (method, changed_plan) in changed.items():
-        for budget in ("0.06", "0.12"):
-            variants.append(Variant(method, budget, parse_budget(budget, changed_plan), 3, label))
-    return study.run("parts of ahead", study.passages(LONG, LONG - 512, 3), variants)
+    labelled = ((label, "oracle" if label == "oracle" else "ahead", plan) for label, plan in plans.items())
+    return study.changed(*((label, m, budget, plan) for label, m, plan in labelled for budget in ("0.06", "0.12")))
 
 
-STUDIES: list[tuple[str, Callable[[Study], list[QualityRow]]]] = [
-    ("long text", long_text),
-    ("pass key", pass_key),
-    ("recall at 2048", lambda study: recall(study, 2048)),
-    ("recall at 4096", lambda study: recall(study, LONG)),
-    ("recall at 8192", lambda study: recall(study, 2 * LONG)),
-    ("copy", copying),
-    ("8,192 tokens", eight_thousand),
-    ("block sizes", block_sizes),
-    ("dense first layers", dense_layers),
-    ("parts of ahead", parts_of_ahead),
-]
+FEW = ["0.03", "0.06"]
+HARD = ["named-keys", "pairs"]
+# For each table, functions that make its cases and its variants.
+STUDIES: dict[str, tuple[Callable[[Study], list[Case]], Callable[[Study], list[Variant]]]] = {
+    "long text": (lambda s: s.passages(LONG, 5), lambda s: s.variants(COMPARED, BUDGETS)),
+    "pass key": (lambda s: s.recall(["pass-key"], LONG, 12), lambda s: s.variants(COMPARED, BUDGETS)),
+    "recall at 2048": (lambda s: s.recall(HARD, 2048, 4), lambda s: s.variants(COMPARED, FEW)),
+    "recall at 4096": (lambda s: s.recall(HARD, LONG, 4), lambda s: s.variants(COMPARED, FEW)),
+    "recall at 8192": (lambda s: s.recall(HARD, 2 * LONG, 2), lambda s: s.variants(COMPARED, FEW)),
+    "copy": (lambda s: cases.copy_cases(s.texts, s.tokenizer, LONG, 8), lambda s: s.variants(COMPARED, FEW)),
+    "8,192 tokens": (lambda s: s.passages(2 * LONG, 2), lambda s: s.variants("quest ahead oracle", ["0.06"])),
+    "block sizes": (lambda s: s.passages(LONG, 2), block_sizes),
+    "dense first layers": (lambda s: s.passages(LONG, 3), dense_layers),
+    "parts of ahead": (lambda s: s.passages(LONG, 3), parts_of_ahead),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m specahead.lab.evaluation.quality", description=__doc__)
     parser.add_argument("--books", required=True, metavar="DIR", help="folder of .txt files")
     parser.add_argument("--out", default="docs", metavar="DIR", help="folder in which quality/ is written")
-    parser.add_argument(
-        "--only", nargs="*", choices=[name for name, _ in STUDIES], help="print these tables, write nothing"
-    )
+    parser.add_argument("--only", nargs="*", choices=[*STUDIES], help="print these tables, write nothing")
     flags = parser.parse_args()
     plan = replace(load_plan(models.PLAN), least_tokens=0)  # the tables say what a budget alone does
     try:
@@ -157,9 +122,12 @@ def main() -> None:
     texts = cases.read_texts(files)
     study = Study(pair, plan, texts, load_tokenizer(str(models.TARGET)), {})
     started = time.perf_counter()
-    for name, run in STUDIES:
+    for name, (make_cases, make_variants) in STUDIES.items():
         if not flags.only or name in flags.only:
-            print(f"\n## {name}\n{report.to_text(run(study))}", flush=True)
+            variants = make_variants(study)
+            sums = evaluate(pair, make_cases(study), variants, description=name)
+            study.rows[name] = report.to_rows(name, variants, sums)
+            print(f"\n## {name}\n{report.to_text(study.rows[name])}", flush=True)
     seconds = time.perf_counter() - started
     print(f"\n{seconds:.0f} s")
     if not flags.only:
