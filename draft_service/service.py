@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
@@ -20,7 +20,7 @@ from specahead.engine.loading.model import default_device
 from specahead.engine.loading.opening import open_model
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import DraftRunner
-from specahead.engine.steps.step_loop import preparation_of, run_step_loop
+from specahead.engine.steps.step_loop import Steps, preparation_of, run_step_loop
 from specahead.kernels.compiling import end_compiling
 from specahead.sparsity.plan import Plan
 from specahead.sparsity.served_plan import load_served_plan
@@ -30,20 +30,6 @@ from specahead.wire.messages import Hello, ServiceStatus
 from specahead.wire.server import RunningServer, check_free, start_server
 
 log = logging.getLogger(__name__)
-
-
-class Steps(Protocol):
-    """What the step loop drives (specahead.engine.steps.step_loop). A step and its result are opaque to the loop."""
-
-    def plan_step(self) -> Any: ...
-
-    def execute(self, step: Any) -> Any: ...
-
-    def finish_step(self, step: Any, result: Any) -> None: ...
-
-    def fail_step(self, step: Any, error: Exception) -> bool: ...
-
-    def next_deadline(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -145,15 +131,10 @@ async def serve(
     log.info("serving", extra={"address": server.address, "tls": settings.service_tls.cert != "", "pid": os.getpid()})
     on_ready(server)
     links.set_targets(settings.targets)
-    steps = parts.steps(drafter)
     try:
         await run_step_loop(
-            steps.plan_step,
-            steps.execute,
-            steps.finish_step,
-            steps.fail_step,
+            parts.steps(drafter),
             wake,
-            steps.next_deadline,
             settings.timeouts.step,
             warm_up_more=lambda: preparation_of([runner], keep_loaded) if drafter.is_idle else None,
         )

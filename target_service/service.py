@@ -9,7 +9,6 @@ from functools import partial
 
 from draft_service.drafter import Drafter
 from draft_service.hello import draft_hello
-from draft_service.service import Steps
 from protos import control_pb2_grpc, speculation_pb2_grpc
 from specahead.config import TargetSettings
 from specahead.config.garbage import keep_loaded
@@ -23,7 +22,7 @@ from specahead.engine.parallel.processes import RankProcesses
 from specahead.engine.parallel.ranks import ALONE, Ranks
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.runner import TargetRunner
-from specahead.engine.steps.step_loop import preparation_of, run_step_loop
+from specahead.engine.steps.step_loop import Steps, preparation_of, run_step_loop
 from specahead.kernels.compiling import end_compiling
 from specahead.sparsity.plan import Plan, PlanError
 from specahead.sparsity.served_plan import load_served_plan
@@ -237,15 +236,12 @@ async def serve(
     on_ready(server)
     try:
         await run_step_loop(
-            steps.plan_step,
-            steps.execute,
-            steps.finish_step,
-            # A rank may be waiting for a pass that failed here: the ranks are out of step, and end together.
-            steps.fail_step if settings.tensor_parallel_size == 1 else lambda _work, _error: False,
+            steps,
             wake,
-            steps.next_deadline,
             settings.timeouts.step,
             sends_first=False,  # drafts have drafted the next round already
+            # A rank may be waiting for a pass that failed here: the ranks are out of step, and end together.
+            survives_failures=settings.tensor_parallel_size == 1,
             warm_up_more=partial(_next_preparation, verifier, drafter),
         )
     finally:

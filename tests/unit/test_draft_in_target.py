@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,8 +286,14 @@ def test_a_draft_step_that_fails_costs_no_token(clock: Clock) -> None:
                 raise EOFError
             return made.steps.plan_step()
 
-        steps = made.steps.execute, made.steps.finish_step, made.steps.fail_step
-        await run_step_loop(plan, *steps, asyncio.Event(), made.steps.next_deadline, 60, sends_first=False)
+        steps = SimpleNamespace(
+            plan_step=plan,
+            execute=made.steps.execute,
+            finish_step=made.steps.finish_step,
+            fail_step=made.steps.fail_step,
+            next_deadline=made.steps.next_deadline,
+        )
+        await run_step_loop(steps, asyncio.Event(), 60, sends_first=False)
 
     with pytest.raises(EOFError):
         asyncio.run(serve())

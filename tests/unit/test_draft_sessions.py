@@ -174,11 +174,9 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
 
 async def serve(stand: DraftStand, seconds: float) -> None:
     """Drive the drafter by the loop of the services, for some time; raises what ends the loop."""
-    drafter = stand.drafter
-    steps = drafter.plan_step, drafter.execute, drafter.finish_step, drafter.fail_step
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await run_step_loop(*steps, asyncio.Event(), lambda: None, 60)
+            await run_step_loop(stand.drafter, asyncio.Event(), 60)
 
 
 def begin(name: str, epoch: int = 0) -> m.Begin:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Loop:
     finished: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
 
-    def plan(self) -> int | None:
+    def plan_step(self) -> int | None:
         if self.planned == self.steps:
             return None
         self.planned += 1
@@ -46,17 +47,20 @@ class Loop:
             raise self.errors[step]
         return step
 
-    def finish(self, step: int, result: int) -> None:
+    def finish_step(self, step: int, result: int) -> None:
         self.finished.append(result)
 
-    def fail(self, step: int, error: Exception) -> bool:
+    def fail_step(self, step: int, error: Exception) -> bool:
         assert error is self.errors[step]
         self.failed.append(step)
         return self.handles
 
+    def next_deadline(self) -> None:
+        pass
+
     def run(self) -> None:
         async def until_idle() -> None:
-            loop = run_step_loop(self.plan, self.execute, self.finish, self.fail, asyncio.Event(), lambda: None, 60)
+            loop = run_step_loop(self, asyncio.Event(), 60)
             async with asyncio.timeout(0.2):
                 await loop
 
@@ -77,8 +81,10 @@ async def test_what_a_step_gave_is_sent_before_the_next_one_is_planned_or_while_
     def finish(work: int, result: int) -> None:
         asyncio.get_running_loop().call_soon(told.append, "sent")
 
-    steps = plan, lambda work: work, finish, lambda work, error: False
-    loop = run_step_loop(*steps, asyncio.Event(), lambda: None, 60, sends_first)
+    steps = SimpleNamespace(
+        plan_step=plan, execute=lambda step: step, finish_step=finish, fail_step=None, next_deadline=lambda: None
+    )
+    loop = run_step_loop(steps, asyncio.Event(), 60, sends_first)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await loop
@@ -116,11 +122,10 @@ def test_a_device_that_is_lost_ends_the_loop_at_once(error: Exception, caplog: p
 
 
 HANGING = """
-import asyncio, time
+import asyncio, time, types
 from specahead.engine.steps.step_loop import run_step_loop
-never = lambda *_: None
-work = run_step_loop(lambda: 1, lambda step: time.sleep(100), never, never, asyncio.Event(), never, step_timeout=0.2)
-asyncio.run(work)
+steps = types.SimpleNamespace(plan_step=lambda: 1, execute=lambda step: time.sleep(100))
+asyncio.run(run_step_loop(steps, asyncio.Event(), step_timeout=0.2))
 """
 
 

@@ -329,15 +329,7 @@ async def test_a_target_outlives_a_step_that_fails_but_not_three_in_a_row(failur
         verifier.admission.open(exact(name, 5, 2), served.append)
     runner.errors = [RuntimeError(f"failure {i}") for i in range(failures)]
     wake = asyncio.Event()
-    loop = run_step_loop(
-        plan_step=verifier.plan_step,
-        execute=verifier.execute,
-        finish_step=verifier.finish_step,
-        fail_step=verifier.fail_step,
-        wake=wake,
-        next_deadline=verifier.next_deadline,
-        step_timeout=60,
-    )
+    loop = run_step_loop(verifier, wake, 60)
     if ends:
         with pytest.raises(RuntimeError, match="3 model steps failed in a row, the last with RuntimeError: failure 2"):
             async with asyncio.timeout(10):

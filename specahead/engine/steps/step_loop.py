@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,30 +19,44 @@ HUNG = 70  # the exit status of a process whose model hangs
 OLDEST_EVERY = 4  # steps that read prompts, of which the oldest prompt comes first in one
 MOST_FAILURES = 3  # steps that may fail one after another before a service gives up
 
-Work = TypeVar("Work")
 Result = TypeVar("Result")
 
 
+class Steps(Protocol):
+    """What the loop drives: it plans, executes and finishes steps. A step and its result are opaque to the loop."""
+
+    def plan_step(self) -> Any:
+        """Return the next step; None: there is nothing to do."""
+
+    def execute(self, step: Any) -> Any:
+        """Run the model, in the model's thread, and return the step's result."""
+
+    def finish_step(self, step: Any, result: Any) -> None:
+        """Take the result of a step."""
+
+    def fail_step(self, step: Any, error: Exception) -> bool:
+        """Take the sessions of a step that raised an error out of service, and return True; False: that cannot be."""
+
+    def next_deadline(self) -> float | None:
+        """Return the seconds until planning may find work by itself; None: it will not."""
+
+
 async def run_step_loop(
-    plan_step: Callable[[], Work | None],
-    execute: Callable[[Work], Result],
-    finish_step: Callable[[Work, Result], None],
-    fail_step: Callable[[Work, Exception], bool],
+    steps: Steps,
     wake: asyncio.Event,
-    next_deadline: Callable[[], float | None],
     step_timeout: float,
     sends_first: bool = True,
+    survives_failures: bool = True,
     warm_up_more: Callable[[], Callable[[], None] | None] = lambda: None,
 ) -> None:
     """Plan a step, execute it in a thread, finish it; sleep while there is nothing to plan. Runs until cancelled.
 
-    fail_step: called between steps in place of `finish_step` where `execute` raised. It takes the sessions of the step
-    out of service and returns True; where it returns False, the loop raises what `execute` raised. wake: set by whoever
-    brings new work. next_deadline: returns the seconds until planning may find work by itself. step_timeout:
-    seconds after which a step counts as hung; as no thread can be ended, the process is, with status HUNG. sends_first:
-    whether what a step gave is sent before the next one is planned, else while that one runs: then the model waits less
-    for the host, and the other end for some tenths of a millisecond more. warm_up_more: returns what to run in the
-    thread while there is nothing to plan, to be ready for a kind of step before it is planned; None: nothing.
+    wake: set by whoever brings new work. step_timeout: seconds after which a step counts as hung; as no thread can be
+    ended, the process is, with status HUNG. sends_first: whether what a step gave is sent before the next one is
+    planned, else while that one runs: then the model waits less for the host, and the other end for some tenths of a
+    millisecond more. survives_failures: whether `fail_step` is asked where `execute` raised; else, and where it returns
+    False, the loop raises that error. warm_up_more: returns what to run in the thread while there is nothing to plan,
+    to be ready for a kind of step before it is planned; None: nothing.
 
     Raises what `plan_step`, `finish_step` or `warm_up_more` raises, since the state is no longer known to be right; an
     error after which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
@@ -51,20 +65,20 @@ async def run_step_loop(
     with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
         while True:
             wake.clear()
-            work = plan_step()
-            if work is None and (warm_up := warm_up_more()) is not None:
+            step = steps.plan_step()
+            if step is None and (warm_up := warm_up_more()) is not None:
                 await _in_thread(pool, step_timeout, warm_up)
                 continue
-            if work is None:
+            if step is None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(next_deadline()):
+                    async with asyncio.timeout(steps.next_deadline()):
                         await wake.wait()
                 continue
             try:
-                result = await _in_thread(pool, step_timeout, execute, work)
+                result = await _in_thread(pool, step_timeout, steps.execute, step)
             except Exception as error:
                 failures += 1
-                if is_fatal(error) or not fail_step(work, error):
+                if is_fatal(error) or not survives_failures or not steps.fail_step(step, error):
                     log.error("a model step failed, which ends the service: %s", describe(error))
                     raise
                 if failures == MOST_FAILURES:
@@ -73,7 +87,7 @@ async def run_step_loop(
                     ) from error
                 continue
             failures = 0
-            finish_step(work, result)
+            steps.finish_step(step, result)
             if sends_first:
                 await asyncio.sleep(0)
 

@@ -15,6 +15,7 @@ from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult
 from specahead.config import TargetSettings
 from specahead.engine.steps.requests import RoundOutput
+from specahead.engine.steps.step_loop import Steps
 from specahead.lab.benchmarks.serving.imposed import CONFIRMATION, ImposedVerdicts, foreseeing
 from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
 from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
@@ -62,7 +63,7 @@ def _target_steps(
     drafting: Recorder | None,
     verifier: Verifier,
     drafter: Drafter | None,
-) -> target_service.Steps:
+) -> Steps:
     steps = target_service.make_steps(verifier, drafter)
     if drafter is not None and attached_while:
         steps = StepsOfAttachable(steps, verifier, Path(attached_while))
@@ -75,7 +76,7 @@ def _target_steps(
     return TimedSteps(steps, [judging, drafting], lambda step: judging if isinstance(step, VerifyStep) else drafting)
 
 
-def _draft_steps(recorder: Recorder | None, drafter: Drafter) -> draft_service.Steps:
+def _draft_steps(recorder: Recorder | None, drafter: Drafter) -> Steps:
     if recorder is None:
         return drafter
     recorder.is_idle = lambda: not drafter.session_count
@@ -85,7 +86,7 @@ def _draft_steps(recorder: Recorder | None, drafter: Drafter) -> draft_service.S
 class StepsOfAttachable:
     """Steps of a target whose own draft is attached while a file exists. It changes when no session runs."""
 
-    def __init__(self, steps: target_service.Steps, verifier: Verifier, file: Path) -> None:
+    def __init__(self, steps: Steps, verifier: Verifier, file: Path) -> None:
         self._steps, self._verifier, self._file = steps, verifier, file
         self._drafts = list(verifier.protocol.drafts)
         self.execute, self.finish_step = steps.execute, steps.finish_step
