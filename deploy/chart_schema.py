@@ -90,7 +90,17 @@ def schema() -> dict[str, Any]:
 
 def as_json() -> str:
     """Return the text of values.schema.json."""
-    return json.dumps(schema(), indent=1) + "\n"
+    return _in_lines(schema()) + "\n"
+
+
+def _in_lines(value: Any, indent: int = 0) -> str:
+    """Return JSON in which an object takes a line for each of its values, unless one line of 120 holds all of it."""
+    text = json.dumps(value)
+    if not isinstance(value, dict) or indent + len(text) <= 110:
+        return text
+    entries = (f"{json.dumps(name)}: {_in_lines(inner, indent + 1)}" for name, inner in value.items())
+    between = "\n" + " " * (indent + 1)
+    return "{" + between + f",{between}".join(entries) + "\n" + " " * indent + "}"
 
 
 if __name__ == "__main__":
