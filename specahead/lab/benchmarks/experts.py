@@ -79,9 +79,12 @@ def measure(case: Case, name: str, bandwidth: float, repeats: int, tries: bool) 
         ("all", sum(of_each) + case.experts.router.nbytes, case.mix),
         ("routing", case.experts.router.nbytes, case.route),
     ]
-    works += [(f"gate and up, {told(cut)}", of_each[0], partial(case.multiply_gated, tiles, cut)) for cut in gated]
     works += [
-        (f"down, {told(cut)}", of_each[1], partial(case.multiply_down, inner, tiles, choice, cut)) for cut in down
+        (f"gate and up, {cut_in_words(cut)}", of_each[0], partial(case.multiply_gated, tiles, cut)) for cut in gated
+    ]
+    works += [
+        (f"down, {cut_in_words(cut)}", of_each[1], partial(case.multiply_down, inner, tiles, choice, cut))
+        for cut in down
     ]
     if case.x.is_cuda:
         compile_ahead([partial(partial, several_times, work, 1) for _, _, work in works])
@@ -103,7 +106,7 @@ def several_times(work: Callable[[], object], times: int = TIMES) -> None:
         work()
 
 
-def told(cut: Cut) -> str:
+def cut_in_words(cut: Cut) -> str:
     return f"{cut.columns} x {cut.depth}, {cut.stages} stages, {cut.warps} warps"
 
 

@@ -7,7 +7,8 @@ Each step reads what one round of the real services read (read_trace.py), and it
     on demand  a layer's pages are fetched when its queries are there, as must be where nobody has announced them
 
 The bound of a step is the resident step or the link's time for what was fetched at its bulk rate, whichever is longer.
-Resident KV holds what the home holds, and the logits of all rounds of a replay's last pass are compared bit by bit.
+Resident KV holds what the backing store holds. The logits of all rounds of a replay's last pass are compared bit by
+bit.
 """
 
 import argparse
@@ -28,16 +29,16 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.lab.benchmarks.gpu_timing import graphics_processor, require_gpu
 from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
-    HOME_LAYERS,
     IN_STEP,
     ON_DEMAND,
     SETTLED,
+    STORED_LAYERS,
     Case,
-    Home,
     Measured,
     Step,
+    Store,
     link_rate,
-    make_home,
+    make_store,
     pack_rounds,
     replay,
     resident_kv,
@@ -115,14 +116,14 @@ def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
 
 
 class Bench:
-    """A decoder, and homes for the largest case."""
+    """A decoder, and a backing store for the largest case."""
 
     def __init__(self, flags: argparse.Namespace, cases: list[Case], device: torch.device) -> None:
         self.flags, self.device = flags, device
         largest = max(cases, key=lambda case: case.pages)
         longest = max(case.context for case in cases) + QUERIES
-        self.home: Home = make_home(largest, device)
-        self.link = link_rate(self.home, device)
+        self.store: Store = make_store(largest, device)
+        self.link = link_rate(self.store, device)
         self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
 
     def rows(self, case: Case) -> Iterator[OffloadRow]:
@@ -148,7 +149,7 @@ class Bench:
             print(f"skipped: KV of {case.batch} x {case.context}, {where}, does not fit its memory")
             return {}
         device = self.device
-        kv = resident_kv(case, self.home, device) if hot is None else tiered_kv(case, hot, self.home, device)
+        kv = resident_kv(case, self.store, device) if hot is None else tiered_kv(case, hot, self.store, device)
         step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], way)
         measured = {share: replay(step, words, self.flags.passes) for share, words in rounds.items()}
         del step, kv
@@ -193,27 +194,27 @@ def _give_memory_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def home_bytes(case: Case) -> int:
-    return case.layer_bytes * min(HOME_LAYERS, case.shape.num_hidden_layers)
+def store_bytes(case: Case) -> int:
+    return case.layer_bytes * min(STORED_LAYERS, case.shape.num_hidden_layers)
 
 
 def choose_cases(flags: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> list[Case]:
-    """Return the cases whose home fits the host's memory, and print the others. Raises ValueError if none fits."""
+    """Return the cases whose backing store fits the host's memory, and print the others. Raises ValueError for none."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cases = []
     for context in flags.contexts:
         for batch in flags.batches:
             case = Case(shape, batch, context, QUERIES, dtype)
-            needed = home_bytes(case)
+            needed = store_bytes(case)
             if needed <= room:
                 cases.append(case)
             else:
                 print(
-                    f"skipped: {batch} x {context}: its home takes {needed / 2**30:.1f} GiB of the host's memory, "
+                    f"skipped: {batch} x {context}: its store takes {needed / 2**30:.1f} GiB of the host's memory, "
                     f"of which {room / 2**30:.1f} are free"
                 )
     if not cases:
-        raise ValueError("the host has no room for the home of any case")
+        raise ValueError("the host has no room for the backing store of any case")
     return cases
 
 
@@ -241,8 +242,8 @@ def run(flags: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cases = choose_cases(flags, shape, dtype)
-    homes = max(home_bytes(case) for case in cases)
-    print(f"page-locked host memory: {homes / 2**30:.2f} GiB", flush=True)
+    stored = max(store_bytes(case) for case in cases)
+    print(f"page-locked host memory: {stored / 2**30:.2f} GiB", flush=True)
     with torch.inference_mode():
         bench = Bench(flags, cases, device)
         rows = []
@@ -253,7 +254,7 @@ def run(flags: argparse.Namespace) -> None:
     machine = graphics_processor() if device.type == "cuda" else "no GPU: a rehearsal, times say nothing"
     head = describe_run(flags, machine) | {
         "link": f"{bench.link / 1e9:.1f} GB/s, bulk copies",
-        "home": f"{homes / 1e9:.2f} GB page-locked; own homes: {HOME_LAYERS} layers, the others share them",
+        "backing store": f"{stored / 1e9:.2f} GB page-locked: memory of {STORED_LAYERS} layers, which the others share",
         "traces": ", ".join(f"{key} {value}" for key, value in about_reads().items()),
     }
     print(f"{describe(head)}\n{text_table(_COLUMNS, rows, left=1)}\n{_LEGEND}")

@@ -25,7 +25,7 @@ class FetchOnDemand(FetchPlan):
         gather_blocks(self.copies.sources[index], self.copies.destinations[index], *rows, PROGRAMS, self.backend)
 
 
-class HomeKV(TieredKV):
+class FilledTieredKV(TieredKV):
     """KV in tiers over a given backing store: a memory for each layer, pinned if there is a GPU.
 
     Layers may share memory where contents do not matter.
@@ -41,19 +41,19 @@ class HomeKV(TieredKV):
         pages: int,
         dtype: torch.dtype,
         device: torch.device,
-        home: list[Pages],
+        store: list[Pages],
     ) -> None:
-        """sizes: layers, KV heads, dimensions of a head. Raises ValueError for a home of other sizes."""
-        self._home = home
+        """sizes: layers, KV heads, dimensions of a head. Raises ValueError for a store of other sizes."""
+        self._filled = store
         super().__init__(*sizes, gpu_pages, pages, PAGE_SIZE, dtype, device)
 
     def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
-        if any(part.shape != shape for pair in self._home for part in pair):
-            raise ValueError(f"a home must have pages of {shape}")
-        return self._home
+        if any(part.shape != shape for pair in self._filled for part in pair):
+            raise ValueError(f"a backing store must have pages of {shape}")
+        return self._filled
 
     def adopt_stored(self, sequence: SequenceKV) -> None:
-        """Take it that the full pages of a sequence are at home; they have no GPU pages yet.
+        """Take it that the full pages of a sequence are in the backing store; they have no GPU pages yet.
 
         For a new sequence: `grow` it, set its length, adopt, and `begin_pass`, which then makes the offload active.
         Raises ValueError if a page has a GPU page.

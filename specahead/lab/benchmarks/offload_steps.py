@@ -29,17 +29,17 @@ from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
 from specahead.kernels.backends import default_backend, power_of_two
 from specahead.kernels.selection import WORD
 from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
-from specahead.lab.benchmarks.offload_kv import HomeKV
+from specahead.lab.benchmarks.offload_kv import FilledTieredKV
 from specahead.lab.benchmarks.shapes import GROUP, Shape
 
 IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and the share of weights kept from pass to pass
 SETTLED = 5  # first rounds of a replay, which do not count: a session has to read most of what it needs
 LINK_COPY = 1 << 30  # bytes of a bulk copy at most
-HOME_LAYERS = 2  # with pinned memory of their own; the other layers share it
+STORED_LAYERS = 2  # with pinned memory of their own; the other layers share it
 
 # Keys and values, a layer each, [pages, kv_heads, PAGE_SIZE, head_dim].
-Home = tuple[list[Tensor], list[Tensor]]
+Store = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -80,25 +80,25 @@ class Case:
         return min(self.pages, max(self.batch * written, int(hot * self.pages)))
 
 
-def make_home(case: Case, device: torch.device) -> Home:
-    """Random pages on the host for a case and any smaller one; HOME_LAYERS tensors stand in turn for all layers.
+def make_store(case: Case, device: torch.device) -> Store:
+    """Random pages on the host for a case and any smaller one; STORED_LAYERS tensors stand in turn for all layers.
 
     What the link carries is the same whichever memory it comes from, and the whole KV of a batch need not be pinned.
     """
     shape = case.pages, case.shape.num_key_value_heads, PAGE_SIZE, case.shape.head_dim
 
     def side() -> list[Tensor]:
-        made = [host_zeros(shape, case.dtype, device) for _ in range(HOME_LAYERS)]
+        made = [host_zeros(shape, case.dtype, device) for _ in range(STORED_LAYERS)]
         for part in made:
             part.copy_(torch.randn(shape, dtype=case.dtype, device=device))
-        return [made[layer % HOME_LAYERS] for layer in range(case.shape.num_hidden_layers)]
+        return [made[layer % STORED_LAYERS] for layer in range(case.shape.num_hidden_layers)]
 
     return side(), side()
 
 
-def link_rate(home: Home, device: torch.device) -> float:
-    """Return the bytes a second of bulk copies from home to the device (without a GPU: from memory to memory)."""
-    source = home[0][0].flatten()
+def link_rate(store: Store, device: torch.device) -> float:
+    """Return the bytes a second of bulk copies from the backing store to the device (or to memory)."""
+    source = store[0][0].flatten()
     source = source[: LINK_COPY // source.element_size()]
     target = torch.empty_like(source, device=device)
     if device.type == "cuda":
@@ -108,34 +108,34 @@ def link_rate(home: Home, device: torch.device) -> float:
     return source.nbytes / (time.perf_counter() - began)
 
 
-def resident_kv(case: Case, home: Home, device: torch.device) -> KVCache:
-    """Return resident KV with the home's contents. Both kinds of KV give out full pages sequence by sequence."""
+def resident_kv(case: Case, store: Store, device: torch.device) -> KVCache:
+    """Return resident KV with the contents of the store. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     kv = KVCache(*of_model, case.pages, case.dtype, device)
     full = case.context // PAGE_SIZE
     end = case.batch * full
-    for parts, far in zip((kv.k_pages, kv.v_pages), home, strict=True):
+    for parts, far in zip((kv.k_pages, kv.v_pages), store, strict=True):
         for part, layer in zip(parts, far, strict=True):
             part[:end].copy_(layer[:end])
     return kv
 
 
-def tiered_kv(case: Case, hot: float, home: Home, device: torch.device) -> HomeKV:
+def tiered_kv(case: Case, hot: float, store: Store, device: torch.device) -> FilledTieredKV:
     """Return KV in tiers. hot: share of all pages that the GPU has frames for."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*home, strict=True)]
-    return HomeKV(of_model, case.frames(hot), case.pages, case.dtype, device, stored)
+    stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*store, strict=True)]
+    return FilledTieredKV(of_model, case.frames(hot), case.pages, case.dtype, device, stored)
 
 
 def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
-    """Return sequences before a pass: all full pages hold KV (in tiers: at home alone), and queries have room."""
+    """Return sequences before a pass: all full pages hold KV, in tiers on the host alone, and queries have room."""
     sequences = [SequenceKV() for _ in range(case.batch)]
     for sequence in sequences:
         kv.grow(sequence, case.context)
         sequence.length = case.context
-        if isinstance(kv, HomeKV):
+        if isinstance(kv, FilledTieredKV):
             kv.adopt_stored(sequence)
     kv.begin_pass([(sequence, case.queries) for sequence in sequences])
     kv.keep_group_means(GROUP, max(1, case.batch * (case.context // GROUP)))
@@ -199,7 +199,7 @@ class Step:
         tables = [sequence.table() for sequence in sequences] if shape.read.fetches else None
         lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
         self._tables = self._copy_tables()  # nothing is hot but what a step writes
-        if isinstance(kv, HomeKV):
+        if isinstance(kv, FilledTieredKV):
             kv.on_demand = way == ON_DEMAND
         work = partial(run_pass, PagedModel(decoder, kv, default_backend(device)), shape, self.buffers)
         self.run: Callable[[], None] = capture(work).replay if device.type == "cuda" else work
@@ -213,7 +213,7 @@ class Step:
 
     def forget(self) -> None:
         """Go back to the tiers' first state: nothing is hot but what a step writes."""
-        if isinstance(self.kv, HomeKV):
+        if isinstance(self.kv, FilledTieredKV):
             for name, part in self._tables.items():
                 getattr(self.kv.memory.tables, name).copy_(part)
 
@@ -231,7 +231,7 @@ class Step:
         return by_place[: self.case.batch].clone()
 
     def _copy_tables(self) -> dict[str, Tensor]:
-        if not isinstance(self.kv, HomeKV):
+        if not isinstance(self.kv, FilledTieredKV):
             return {}
         return {name: table.clone() for name, table in self.kv.memory.tables._asdict().items()}
 
