@@ -200,7 +200,7 @@ async def run(
                 watching.append(keep_found(look, directories))
             if config.clients.api_keys_file:
                 watching.append(watch_keys(config.clients, access.callers.replace))
-            await run_together(_wait_for(stop), *watching)
+            await run_together(stop.wait(), *watching)
             running = frontend.router.running
             print(f"stopping: {running} running requests get time to finish" if running else "stopping", flush=True)
 
@@ -228,7 +228,3 @@ def _call_on_signals(stop: Callable[[], object]) -> None:
     """Call `stop` at SIGINT and SIGTERM from now on, and nothing else."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-
-
-async def _wait_for(event: asyncio.Event) -> None:
-    await event.wait()

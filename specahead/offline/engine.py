@@ -117,7 +117,7 @@ class Engine:
             await running.enter_async_context(router.connected_to_targets())
             await connect(config, frontend, Lines(directories.values(), peers), partial(addresses_in, directories))
             self._started.set_result((asyncio.get_running_loop(), stop, frontend))
-            await run_together(_wait(stop), *map(_ended, services))
+            await run_together(stop.wait(), *map(asyncio.shield, services))
 
 
 def _placed_here(config: Config) -> Config:
@@ -145,12 +145,3 @@ async def _running(run: Run) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def _wait(event: asyncio.Event) -> None:
-    await event.wait()
-
-
-async def _ended(service: asyncio.Task[None]) -> None:
-    """Wait for a service, and raise what has ended it."""
-    await asyncio.shield(service)

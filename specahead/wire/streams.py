@@ -6,7 +6,7 @@ own process ends it (engine/steps/step_loop.py).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -53,7 +53,7 @@ async def exchange(
 
     sender = asyncio.create_task(send())
     try:
-        await run_together(read(), _ended(sender), beat(), outbox.until_overflown())
+        await run_together(read(), asyncio.shield(sender), beat(), outbox.until_overflown())
     finally:
         # gRPC cannot end a call properly in the middle of a write, which gets a second to finish.
         outbox.close()
@@ -62,20 +62,15 @@ async def exchange(
         await asyncio.gather(sender, return_exceptions=True)
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Wait for a task and raise what it raises; cancelling the wait does not cancel the task."""
-    await asyncio.shield(task)
-
-
 async def read_frames(call: grpc.aio.StreamStreamCall) -> AsyncIterator[Any]:
     """Yield the frames of a call, by read(): gRPC forbids mixing it with iteration on one call."""
     while (frame := await call.read()) is not grpc.aio.EOF:
         yield frame
 
 
-async def run_together(*work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines side by side until one ends, then cancel the others; raise what the first one raised."""
-    tasks = [asyncio.create_task(item) for item in work]
+async def run_together(*work: Awaitable[object]) -> None:
+    """Run work side by side until a part of it ends, then cancel the others; raise what the first one raised."""
+    tasks = [asyncio.ensure_future(item) for item in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
