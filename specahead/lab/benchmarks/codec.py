@@ -1,6 +1,6 @@
 """`specahead bench codec`: what announcements of block selections cost, in bytes and in time on one core.
 
-The rounds are those of a recording (selection_trace.py), stretched to an 8B target at 100K context. Each is coded
+The rounds are those of a recording (announced_trace.py), stretched to an 8B target at 100K context. Each is coded
 against the one before, from a BlockSelection to bytes and back, and every result is compared.
 """
 
@@ -14,7 +14,7 @@ from statistics import fmean, median
 import numpy as np
 
 from specahead.config.garbage import no_garbage_collected
-from specahead.lab.benchmarks.selection_trace import ANNOUNCED, ROUNDS, load_trace
+from specahead.lab.benchmarks.announced_trace import ANNOUNCED, ROUNDS, load_trace
 from specahead.lab.results import describe, describe_run, processor, write_json
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.selection_codec import decode_selection, encode_selection

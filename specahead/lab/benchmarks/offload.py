@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specahead.engine.kv.pages import PAGE_SIZE
+from specahead.lab.benchmarks.announced_trace import ROWS
 from specahead.lab.benchmarks.gpu_timing import graphics_processor, require_gpu
 from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
@@ -45,7 +46,6 @@ from specahead.lab.benchmarks.offload_steps import (
     tiered_kv,
 )
 from specahead.lab.benchmarks.read_trace import ReadTrace, about_reads, load_reads
-from specahead.lab.benchmarks.selection_trace import ROWS
 from specahead.lab.benchmarks.shapes import Shape, random_decoder, read_shape_of
 from specahead.lab.results import Columns, describe, describe_run, live_line, text_table, write_json
 

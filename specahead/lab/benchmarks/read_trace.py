@@ -20,7 +20,7 @@ Stretching. A row is passages side by side, 250 blocks each. The 40 rows of a pa
 chance but always the same; so does each session of a batch (`shifted`). No passage stands twice in a row until all
 have been used (32 passages: 128K tokens). Longer rows begin again in another order: there, some blocks of a row are
 read and dropped in the same rounds as others far from them. Between groups and sessions all passages are used again.
-What is not there is as in lab/benchmarks/selection_trace.py: agreement beyond a group, decay of attention beyond 4,096
+What is not there is as in lab/benchmarks/announced_trace.py: agreement beyond a group, decay of attention beyond 4,096
 tokens, and the blocks that a context gains. Sink and window are not there either.
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specahead.lab.benchmarks.selection_trace import ROWS, open_traces
+from specahead.lab.benchmarks.announced_trace import ROWS, open_traces
 from specahead.sparsity.selection import BlockSelection
 
 READS = Path(__file__).parent / "traces" / "reads.npz"
