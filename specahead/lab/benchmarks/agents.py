@@ -75,12 +75,12 @@ def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]
         print("The server returns no token ids: other tokens took the place of its answers in later prompts.")
     write_json(flags.json, head | {"server returns token ids": told_ids, "rows": [asdict(row) for row in rows]})
     if flags.plot:
-        columns = {
-            "whole turn, median": "turn_p50",
-            "first token, median": "first_token_p50",
-            "first token, 95 % within": "first_token_p95",
+        lines = {
+            "whole turn, median": [row.turn_p50 for row in rows],
+            "first token, median": [row.first_token_p50 for row in rows],
+            "first token, 95 % within": [row.first_token_p95 for row in rows],
         }
-        plot_latency([row.agents for row in rows], rows, columns, "agents at once", Path(flags.plot))
+        plot_latency([row.agents for row in rows], lines, "agents at once", Path(flags.plot))
     return rows
 
 

@@ -56,13 +56,11 @@ class TokenSource:
         return list(answer) if self._of_texts else [token % self._vocabulary for token in answer]
 
 
-def plot_latency(
-    load: Sequence[float], rows: Sequence[object], lines: Mapping[str, str], what: str, path: Path
-) -> None:
-    """Plot seconds over a load. lines: by label, the name of a figure of the rows. what: names the load."""
+def plot_latency(load: Sequence[float], lines: Mapping[str, Sequence[float]], what: str, path: Path) -> None:
+    """Plot seconds over a load. lines: the seconds at each load, by label. what: names the load."""
     figure, (axis,) = make_figure("How long answers take as the load grows: lower is better")
-    for label, name in lines.items():
-        axis.plot(load, [getattr(row, name) for row in rows], marker="o", label=label)
+    for label, seconds in lines.items():
+        axis.plot(load, seconds, marker="o", label=label)
     axis.set(xlabel=what, ylabel="seconds", ylim=(0, None))
     put_legend(axis)
     save_figure(figure, path)
