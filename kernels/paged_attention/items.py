@@ -3,7 +3,77 @@
 An item is a (sequence, KV head, tile of queries).
 """
 
+from typing import Any, NamedTuple
+
 from specahead.kernels.backends import jit, tl
+
+
+class Cut(NamedTuple):
+    """What the attention kernel is compiled for."""
+
+    HEADS: int  # query heads
+    KV_HEADS: int
+    QUERIES: int  # of a tile
+    KEPT: int  # rows of an item: a row is a query of one head
+    ROWS: int  # the same, as the power of two that products take
+    DIM: int  # of a head
+    PAGE: int  # tokens of a page
+    BLOCK: int  # tokens of a listed block, or of one whose weights are emitted
+    NEWEST: int  # last blocks of a list, after which no query of a sequence stands
+    TILE: int  # tokens of a tile of keys
+    GROUP_TILE: int  # group means that are taken at once
+    MIN_TILES: int  # of a program
+    STAGES: int  # tiles in flight
+    EIGHT: bool  # pages have 8-bit numbers, values with the tokens of a dimension side by side
+    SPARSE: bool  # lists are read
+    MEANS: bool  # group means stand in for what lists leave out
+    EMIT: bool  # weights of blocks are emitted
+    SPREAD: bool  # the tokens of a tile are in the order of `blocks_by_warp`
+    BRANCHED: bool  # queries are on branches of their sequence
+    MAX_VARIANCE: float  # `GroupMeans.variance_limit`
+    PRECISION: str  # of products
+    COLUMNS: int  # if not 0, `attend_in_columns` attends, with this many columns and MORE
+    MORE: int
+    APART: int  # programs of each item that attend to its group means alone
+
+
+class Sources(NamedTuple):
+    """Where an item's tokens lie: block tables, lists, `Work.pieces`, and the strides of a table and of a list."""
+
+    tables: Any
+    lists: Any
+    pieces: Any
+    table_stride: Any
+    list_width: Any
+
+
+class Items(NamedTuple):
+    """What `facts_of` reads: tiles of queries of a sequence, `Work.tile_starts`, the batch, and the lists' counts."""
+
+    row_tiles: Any
+    tile_starts: Any
+    starts: Any
+    lengths: Any
+    counts: Any
+
+
+class Item(NamedTuple):
+    """An item: its number among all, and its first tile and the one after its last, among the tiles of all items.
+
+    row_tiles: tiles of queries of its sequence. row: sequence * KV_HEADS + the KV head. start, end: of its sequence's
+    queries. length: of its sequence. tokens: how many it reads. ends: where the NEWEST last blocks of its list end.
+    """
+
+    number: Any
+    row_tiles: Any
+    row: Any
+    first: Any
+    stop: Any
+    start: Any
+    end: Any
+    length: Any
+    tokens: Any
+    ends: Any
 
 
 @jit
@@ -37,147 +107,99 @@ def programs_of(item, items, tile_starts_ptr, programs, MIN_TILES: tl.constexpr)
 
 
 @jit
-def places_of(
-    place,
-    tokens,
-    item_row,
-    sources,
-    KV_HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
-    """Return in which of [pages * kv_heads] the tokens at `place`, among all that an item reads, lie, and where there.
-
-    item_row: sequence * KV_HEADS + the KV head. sources: block tables, lists and pieces (`Work.pieces`), and the
-    strides of a table and of a list. Where an item's `tokens` end within a page, all of it is looked up, so that the
-    compiler sees that a page's tokens lie side by side. Beyond, a place in the first page is returned.
-    """
-    tables_ptr, _lists_ptr, pieces_ptr, table_stride, list_width = sources
-    UNIT: tl.constexpr = min(BLOCK, PAGE) if SPARSE else PAGE
-    place = place.to(tl.uint32)
-    inside = place // UNIT * UNIT < tokens.to(tl.uint32)
-    if SPARSE:
-        PER_PAGE: tl.constexpr = PAGE // UNIT
-        piece_at = pieces_ptr + item_row * (list_width * (BLOCK // UNIT)) + place // UNIT
-        piece = tl.load(piece_at, mask=inside, other=0).to(tl.int64)
-        page, within = piece // PER_PAGE, piece % PER_PAGE * UNIT + (place % UNIT).to(tl.int64)
-    else:
-        page_at = tables_ptr + item_row // KV_HEADS * table_stride + place // PAGE
-        page = tl.load(page_at, mask=inside, other=0).to(tl.int64) * KV_HEADS + item_row % KV_HEADS
-        within = (place % PAGE).to(tl.int64)
-    return page, within
-
-
-@jit
-def item_at(
-    item,
-    row_tiles,
-    tile_starts_ptr,
-    starts_ptr,
-    lengths_ptr,
-    lists_ptr,
-    counts_ptr,
-    list_width,
-    KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NEWEST: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
-    """Return an item's tiles, its queries' rows, its sequence's tokens, how many tokens it reads, and where the last
-    NEWEST blocks of its list end.
-    """
-    sequence = item // (row_tiles * KV_HEADS)
-    first, stop = tl.load(tile_starts_ptr + item), tl.load(tile_starts_ptr + item + 1)
-    start, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-    length = tl.load(lengths_ptr + sequence)
-    tokens = length
-    ends = tl.arange(0, NEWEST)
-    if SPARSE:
-        count = tl.load(counts_ptr + item // row_tiles)
+def facts_of(number, items, sources, CUT: tl.constexpr):
+    """Load what has to be known of an item, the fields of `Item` from `first` on. items: `Items`."""
+    sequence = number // (items.row_tiles * CUT.KV_HEADS)
+    first, stop = tl.load(items.tile_starts + number), tl.load(items.tile_starts + number + 1)
+    start, end = tl.load(items.starts + sequence), tl.load(items.starts + sequence + 1)
+    length = tl.load(items.lengths + sequence)
+    tokens, ends = length, tl.arange(0, CUT.NEWEST)
+    if CUT.SPARSE:
+        count, at = tl.load(items.counts + number // items.row_tiles), number // items.row_tiles * sources.list_width
         place = count - 1 - ends
-        ends = tl.load(lists_ptr + item // row_tiles * list_width + place, mask=place >= 0, other=-1) * BLOCK + BLOCK
-        tokens = count * BLOCK
+        ends = tl.load(sources.lists + at + place, mask=place >= 0, other=-1) * CUT.BLOCK + CUT.BLOCK
+        tokens = count * CUT.BLOCK
     return first, stop, start, end, length, tokens, ends
 
 
 @jit
-def queries_of(
-    item,
-    row_tiles,
-    start,
-    end,
-    q_ptr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-):
+def item_of(number, items, facts):
+    """Return the item of a number with its facts."""
+    return Item(number, items.row_tiles, number // items.row_tiles, *facts)
+
+
+@jit
+def places_of(place, item, sources, CUT: tl.constexpr):
+    """Return in which of [pages * kv_heads] the tokens at `place`, among all that an item reads, lie, and where there.
+
+    Where an item's tokens end within a page, all of it is looked up, so that the compiler sees that a page's tokens lie
+    side by side. Beyond, a place in the first page is returned.
+    """
+    UNIT: tl.constexpr = min(CUT.BLOCK, CUT.PAGE) if CUT.SPARSE else CUT.PAGE
+    place = place.to(tl.uint32)
+    inside = place // UNIT * UNIT < item.tokens.to(tl.uint32)
+    if CUT.SPARSE:
+        PER_PAGE: tl.constexpr = CUT.PAGE // UNIT
+        piece_at = sources.pieces + item.row * (sources.list_width * (CUT.BLOCK // UNIT)) + place // UNIT
+        piece = tl.load(piece_at, mask=inside, other=0).to(tl.int64)
+        page, within = piece // PER_PAGE, piece % PER_PAGE * UNIT + (place % UNIT).to(tl.int64)
+    else:
+        page_at = sources.tables + item.row // CUT.KV_HEADS * sources.table_stride + place // CUT.PAGE
+        page = tl.load(page_at, mask=inside, other=0).to(tl.int64) * CUT.KV_HEADS + item.row % CUT.KV_HEADS
+        within = (place % CUT.PAGE).to(tl.int64)
+    return page, within
+
+
+@jit
+def queries_of(item, q_ptr, CUT: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr = 0):
     """Return which query of its sequence each of ROWS rows of an item is, from row FIRST on, whether there is one, and
     the rows.
     """
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    row, dim = FIRST + tl.arange(0, ROWS), tl.arange(0, DIM)
-    query = item % row_tiles * QUERIES + row // GROUP
-    real = (row < QUERIES * GROUP) & (query < end - start)
-    head = item // row_tiles % KV_HEADS * GROUP + row % GROUP
-    at = ((start + query) * HEADS + head).to(tl.int64) * DIM
+    GROUP: tl.constexpr = CUT.HEADS // CUT.KV_HEADS
+    row, dim = FIRST + tl.arange(0, ROWS), tl.arange(0, CUT.DIM)
+    query = item.number % item.row_tiles * CUT.QUERIES + row // GROUP
+    real = (row < CUT.KEPT) & (query < item.end - item.start)
+    head = item.number // item.row_tiles % CUT.KV_HEADS * GROUP + row % GROUP
+    at = ((item.start + query) * CUT.HEADS + head).to(tl.int64) * CUT.DIM
     return query, real, tl.load(q_ptr + at[:, None] + dim[None, :], mask=real[:, None], other=0.0)
 
 
 @jit
-def place_in_list(position, tokens, ends, BLOCK: tl.constexpr):
-    """Return how many of the tokens that a list names lie before positions. tokens, ends: as `item_at` returns them."""
-    behind = tl.minimum(tl.maximum(ends[None, :] - position[:, None], 0), BLOCK)
-    return tokens - tl.sum(behind, 1)
+def place_in_list(position, item, CUT: tl.constexpr):
+    """Return how many of the tokens that an item's list names lie before positions."""
+    behind = tl.minimum(tl.maximum(item.ends[None, :] - position[:, None], 0), CUT.BLOCK)
+    return item.tokens - tl.sum(behind, 1)
 
 
 @jit
-def seen_by(
-    query,
-    real,
-    start,
-    length,
-    queries,
-    tokens,
-    ends,
-    visible_ptr,
-    BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-    BRANCHED: tl.constexpr,
-):
+def seen_by(query, real, item, visible_ptr, CUT: tl.constexpr):
     """Return up to which position each row sees all tokens, and the first and the end of those it sees of its branch.
 
-    Without branches these are places among the tokens that the item reads. queries: of the sequence. query, real and
-    the others: as `queries_of` and `item_at` return them.
+    Without branches these are places among the tokens that the item reads. query, real: as `queries_of` returns them.
     """
-    if BRANCHED:
-        visible_at = visible_ptr + (start + query) * 3
+    if CUT.BRANCHED:
+        visible_at = visible_ptr + (item.start + query) * 3
         limit = tl.load(visible_at, mask=real, other=0)
         own_first = tl.load(visible_at + 1, mask=real, other=0)
         own_last = tl.load(visible_at + 2, mask=real, other=0)
     else:
-        limit = tl.where(real, length - queries + query + 1, 0)  # a row sees what is before it
-        if SPARSE:
+        limit = tl.where(real, item.length - (item.end - item.start) + query + 1, 0)  # a row sees what is before it
+        if CUT.SPARSE:
             # Lists ascend: by the last few blocks it is known up to which place in the list a row sees all tokens.
-            limit = tl.where(real, place_in_list(limit, tokens, ends, BLOCK), 0)
+            limit = tl.where(real, place_in_list(limit, item, CUT), 0)
         own_first, own_last = limit, limit
     return limit, own_first, own_last
 
 
 @jit
-def position_of(
-    place, tokens, length, item_row, sources, BLOCK: tl.constexpr, SPARSE: tl.constexpr, BRANCHED: tl.constexpr
-):
+def position_of(place, item, sources, CUT: tl.constexpr):
     """Return the numbers by which the tokens at `place` are compared with those of `seen_by`.
 
     They are positions if queries branch, and else places. The arguments are as for `places_of`.
     """
-    _tables_ptr, lists_ptr, _pieces_ptr, _table_stride, list_width = sources
-    if SPARSE and BRANCHED:
+    if CUT.SPARSE and CUT.BRANCHED:
         # Where a token lies and which it is are two loads side by side: neither waits for the other.
-        block = tl.load(lists_ptr + item_row * list_width + place // BLOCK, mask=place < tokens, other=0)
-        place = tl.where(place < tokens, block * BLOCK + place % BLOCK, length)
+        at = sources.lists + item.row * sources.list_width + place // CUT.BLOCK
+        block = tl.load(at, mask=place < item.tokens, other=0)
+        place = tl.where(place < item.tokens, block * CUT.BLOCK + place % CUT.BLOCK, item.length)
     return place

@@ -6,9 +6,18 @@ an equal stretch of it and leaves a partial result for each item that it touches
 
 from specahead.kernels.backends import ask_for, jit, precede, tl
 from specahead.kernels.paged_attention.columns import attend_in_columns
-from specahead.kernels.paged_attention.items import first_tile, item_at, places_of, programs_of, queries_of
+from specahead.kernels.paged_attention.items import (
+    Items,
+    Sources,
+    facts_of,
+    first_tile,
+    item_of,
+    places_of,
+    programs_of,
+    queries_of,
+)
 from specahead.kernels.paged_attention.rows import attend_in_rows, nothing_yet
-from specahead.kernels.paged_attention.tiles import attend_to_means, blocks_by_warp, in_float16, store_partial
+from specahead.kernels.paged_attention.tiles import Means, attend_to_means, blocks_by_warp, in_float16, store_partial
 
 
 @jit
@@ -43,224 +52,93 @@ def partial_attention_kernel(
     group_stride,
     block_sums_stride,
     row_tiles,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NEWEST: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    SPARSE: tl.constexpr,
-    MEANS: tl.constexpr,
-    EMIT: tl.constexpr,
-    BRANCHED: tl.constexpr,
+    CUT: tl.constexpr,
     PDL: tl.constexpr,
-    MAX_VARIANCE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MORE: tl.constexpr,
-    APART: tl.constexpr,
 ):
     """Attend one stretch of the row of tiles; leave a partial result for each item in it, at slot
     program + item * (1 + APART).
 
-    With kv_scales, pages have 8-bit numbers, values with the tokens of a dimension side by side, as tensor cores take
-    them. A head's scale of keys joins that of the scores; what is due to values comes when results are merged.
+    With kv_scales, pages have 8-bit numbers. A head's scale of keys joins that of the scores; what is due to values
+    comes when results are merged.
 
-    COLUMNS: if not 0, pages have 8-bit numbers and `attend_in_columns` attends, with this and MORE. The row of tiles
-    then has no group means: APART programs for each item, after all others, attend to these, and leave their partial
-    results in the slots that follow the item's.
+    APART: where it is not 0, the row of tiles has no group means: so many programs for each item, after all others,
+    attend to these, and leave their partial results in the slots that follow the item's.
     """
-    EIGHT: tl.constexpr = kv_scales_ptr is not None
-    SPREAD: tl.constexpr = EMIT and BLOCK >= 8 and BLOCK <= TILE // 4 and not EIGHT
-    sources = (tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
-    means = (mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride)
-    of_items = (row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, lists_ptr, counts_ptr, list_width)
-    partial = (partial_ptr, partial_max_ptr, partial_sum_ptr)
+    sources = Sources(tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
+    means = Means(
+        mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride
+    )
+    all_items = Items(row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, counts_ptr)
+    partial, block_sums = (partial_ptr, partial_max_ptr, partial_sum_ptr), (block_sums_ptr, block_sums_stride)
     program = tl.program_id(0)
-    programs = tl.num_programs(0) - APART * items
+    programs = tl.num_programs(0) - CUT.APART * items
     total = tl.load(tile_starts_ptr + items)
-    item = tl.load(first_items_ptr + (tl.minimum(program, programs - 1) if APART else program))
-    tile = first_tile(program, total, programs, MIN_TILES)
-    last = first_tile(program + 1, total, programs, MIN_TILES)
-    offs_tile = tl.arange(0, TILE)
-    if SPREAD:
-        offs_tile = blocks_by_warp(offs_tile, BLOCK)
+    number = tl.load(first_items_ptr + (tl.minimum(program, programs - 1) if CUT.APART else program))
+    tile = first_tile(program, total, programs, CUT.MIN_TILES)
+    last = first_tile(program + 1, total, programs, CUT.MIN_TILES)
+    offs_tile = tl.arange(0, CUT.TILE)
+    if CUT.SPREAD:
+        offs_tile = blocks_by_warp(offs_tile, CUT.BLOCK)
     # Up to the wait nothing is read that launches of this layer make (queries, the newest tokens' KV): this launch may
     # begin before those have ended.
-    known = tl.minimum(item, items - 1)  # a program may have no tiles
-    first, stop, start, end, length, tokens, ends = item_at(known, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
+    facts = facts_of(tl.minimum(number, items - 1), all_items, sources, CUT)  # a program may have no tiles
     if PDL:
         if tile < last:
-            place = (tile - first) * TILE + offs_tile
-            page, within = places_of(place, tokens, item // row_tiles, sources, KV_HEADS, PAGE, BLOCK, SPARSE)
-            at = (page * PAGE + within) * DIM
-            ask_for(k_ptr, at, DIM)
-            ask_for(v_ptr, at, DIM)
+            item = item_of(number, all_items, facts)
+            page, within = places_of((tile - item.first) * CUT.TILE + offs_tile, item, sources, CUT)
+            at = (page * CUT.PAGE + within) * CUT.DIM
+            ask_for(k_ptr, at, CUT.DIM)
+            ask_for(v_ptr, at, CUT.DIM)
         precede(PDL)
     while tile < last:
-        stop = tl.minimum(last, stop)
-        item_row = item // row_tiles
+        item = item_of(number, all_items, facts)
+        stop = tl.minimum(last, item.stop)
         scale = scale_log2
-        if EIGHT:
-            scale *= tl.load(kv_scales_ptr + item_row % KV_HEADS)
-        facts = (item, row_tiles, start, end, length, tokens, ends)
-        slot = program + item * (1 + APART)
-        if COLUMNS:
+        if CUT.EIGHT:
+            scale *= tl.load(kv_scales_ptr + item.row % CUT.KV_HEADS)
+        slot = program + number * (1 + CUT.APART)
+        begin, end = tile - item.first, stop - item.first
+        if CUT.COLUMNS:
+            tiles = begin, tl.minimum(end, tl.cdiv(item.tokens, CUT.TILE))
             attend_in_columns(
-                (tile - first, tl.minimum(stop - first, tl.cdiv(tokens, TILE))),
-                facts,
-                slot,
-                q_ptr,
-                k_ptr,
-                v_ptr,
-                visible_ptr,
-                scale,
-                sources,
-                partial,
-                (block_sums_ptr, block_sums_stride),
-                HEADS,
-                KV_HEADS,
-                QUERIES,
-                DIM,
-                PAGE,
-                BLOCK,
-                TILE,
-                STAGES,
-                SPARSE,
-                EMIT,
-                BRANCHED,
-                PRECISION,
-                COLUMNS,
-                MORE,
+                tiles, item, slot, q_ptr, k_ptr, v_ptr, visible_ptr, scale, sources, partial, block_sums, CUT
             )
         else:
+            tiles = begin, end
             attend_in_rows(
-                (tile - first, stop - first),
-                facts,
-                slot,
-                q_ptr,
-                k_ptr,
-                v_ptr,
-                visible_ptr,
-                scale,
-                sources,
-                means,
-                partial,
-                (block_sums_ptr, block_sums_stride),
-                HEADS,
-                KV_HEADS,
-                QUERIES,
-                ROWS,
-                DIM,
-                PAGE,
-                BLOCK,
-                TILE,
-                GROUP_TILE,
-                STAGES,
-                EIGHT,
-                SPARSE,
-                MEANS,
-                EMIT,
-                BRANCHED,
-                SPREAD,
-                MAX_VARIANCE,
-                PRECISION,
+                tiles, item, slot, q_ptr, k_ptr, v_ptr, visible_ptr, scale, sources, means, partial, block_sums, CUT
             )
         tile = stop
-        item += 1
+        number += 1
         if tile < last:
-            first, stop, start, end, length, tokens, ends = item_at(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
-    if APART:
+            facts = facts_of(number, all_items, sources, CUT)
+    if CUT.APART:
         part = program - programs
         if part >= 0:
             attend_to_means_apart(
-                part,
-                programs,
-                items,
-                of_items,
-                q_ptr,
-                kv_scales_ptr,
-                scale_log2,
-                means,
-                partial,
-                HEADS,
-                KV_HEADS,
-                QUERIES,
-                ROWS,
-                DIM,
-                BLOCK,
-                NEWEST,
-                GROUP_TILE,
-                MIN_TILES,
-                SPARSE,
-                MAX_VARIANCE,
-                PRECISION,
-                APART,
+                part, programs, items, all_items, sources, q_ptr, kv_scales_ptr, scale_log2, means, partial, CUT
             )
 
 
 @jit
 def attend_to_means_apart(
-    part,
-    programs,
-    items,
-    of_items,
-    q_ptr,
-    kv_scales_ptr,
-    scale,
-    means,
-    partial,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NEWEST: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    SPARSE: tl.constexpr,
-    MAX_VARIANCE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    APART: tl.constexpr,
+    part, programs, items, all_items, sources, q_ptr, kv_scales_ptr, scale, means, partial, CUT: tl.constexpr
 ):
     """Attend to every APART-th tile of the group means of an item; leave a partial result in the item's last slots.
 
-    part: of all items, APART for each. programs: that attend to tokens. of_items: as `item_at` takes them.
+    part: of all items, APART for each. programs: that attend to tokens.
     """
-    item = part // APART
-    row_tiles, tile_starts_ptr = of_items[0], of_items[1]
-    _first, _stop, start, end, _length, _tokens, _ends = item_at(item, *of_items, KV_HEADS, BLOCK, NEWEST, SPARSE)
-    _query, real, q = queries_of(item, row_tiles, start, end, q_ptr, HEADS, KV_HEADS, QUERIES, ROWS, DIM)
+    number = part // CUT.APART
+    item = item_of(number, all_items, facts_of(number, all_items, sources, CUT))
+    _query, real, q = queries_of(item, q_ptr, CUT, CUT.ROWS)
     q = in_float16(q)
-    item_row = item // row_tiles
-    scale *= tl.load(kv_scales_ptr + item_row % KV_HEADS)
-    tiles = part % APART, tl.cdiv(tl.load(means[4] + item_row // KV_HEADS), GROUP_TILE)
+    scale *= tl.load(kv_scales_ptr + item.row % CUT.KV_HEADS)
+    tiles = part % CUT.APART, tl.cdiv(tl.load(means.counts + item.row // CUT.KV_HEADS), CUT.GROUP_TILE)
     # Of the loads of several tiles at once, shared memory would have no room for other programs.
-    running = attend_to_means(
-        q,
-        real,
-        scale,
-        item_row,
-        tiles,
-        nothing_yet(ROWS, DIM),
-        means,
-        KV_HEADS,
-        DIM,
-        GROUP_TILE,
-        MAX_VARIANCE,
-        PRECISION,
-        APART,
-        1,
-    )
-    _program, last = programs_of(item, items, tile_starts_ptr, programs, MIN_TILES)
-    store_partial(partial, last + item * (1 + APART) + part % APART, running, QUERIES * (HEADS // KV_HEADS))
+    running = nothing_yet(CUT.ROWS, CUT.DIM)
+    running = attend_to_means(q, real, scale, item, tiles, running, means, CUT, CUT.APART, 1)
+    _program, last = programs_of(number, items, all_items.tile_starts, programs, CUT.MIN_TILES)
+    store_partial(partial, last + number * (1 + CUT.APART) + part % CUT.APART, running, CUT)
 
 
 @jit

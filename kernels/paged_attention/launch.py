@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specahead.kernels.backends import overlapping_launch, power_of_two
 from specahead.kernels.paged_attention.inputs import MOST_BEYOND, VARIANCE_LIMIT, Batch, BlockLists, GroupMeans
+from specahead.kernels.paged_attention.items import Cut
 from specahead.kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
 from specahead.kernels.paged_attention.work import (
     GROUP_TILE,
@@ -152,9 +152,8 @@ def _attend_in_parts(
         list_width=0 if blocks is None else blocks.lists.shape[2],
         group_stride=0 if means is None else max(1, means.tables.shape[1]),
         block_sums_stride=sums.blocks.shape[1],
-        **sums.layout,
-        **_cut(batch, blocks, means, tuning, rows, sums.block_size),
-        APART=apart,
+        row_tiles=sums.layout["row_tiles"],
+        CUT=_cut(batch, blocks, means, tuning, sums.layout["QUERIES"], sums.block_size),
         num_warps=tuning.warps,
         **overlapping_launch(device),
     )
@@ -162,30 +161,43 @@ def _attend_in_parts(
 
 
 def _cut(
-    batch: Batch, blocks: BlockLists | None, means: GroupMeans | None, tuning: Tuning, rows: int, emit_block_size: int
-) -> dict[str, Any]:
-    """Return the constants that `partial_attention_kernel` is compiled for."""
-    block = emit_block_size or (1 if blocks is None else blocks.block_size)
+    batch: Batch,
+    blocks: BlockLists | None,
+    means: GroupMeans | None,
+    tuning: Tuning,
+    queries: int,
+    emit_block_size: int,
+) -> Cut:
+    """Return what `partial_attention_kernel` is compiled for. queries: of a tile."""
+    rows, block = queries * batch.group, emit_block_size or (1 if blocks is None else blocks.block_size)
+    eight, emits = batch.scales is not None, emit_block_size > 0
     columns, more = columns_for(rows) if tuning.columns else (0, 0)
-    return {
-        "ROWS": max(LEAST_ROWS, power_of_two(rows)),
-        "DIM": batch.dim,
-        "PAGE": batch.page_size,
-        "BLOCK": block,
-        "NEWEST": 1 if blocks is None else power_of_two(-(-(batch.max_queries + MOST_BEYOND) // block) + 1),
-        "TILE": tuning.tile,
-        "GROUP_TILE": GROUP_TILE_APART if tuning.columns else GROUP_TILE,
-        "MIN_TILES": tuning.least_tiles,
-        "STAGES": tuning.stages,
-        "SPARSE": blocks is not None,
-        "MEANS": means is not None,
-        "EMIT": emit_block_size > 0,
-        "BRANCHED": batch.visible is not None,
-        "MAX_VARIANCE": VARIANCE_LIMIT if means is None else means.variance_limit,
-        "PRECISION": "ieee" if batch.queries.dtype == torch.float32 else "tf32",
-        "COLUMNS": columns,
-        "MORE": more,
-    }
+    return Cut(
+        HEADS=batch.heads,
+        KV_HEADS=batch.kv_heads,
+        QUERIES=queries,
+        KEPT=rows,
+        ROWS=max(LEAST_ROWS, power_of_two(rows)),
+        DIM=batch.dim,
+        PAGE=batch.page_size,
+        BLOCK=block,
+        NEWEST=1 if blocks is None else power_of_two(-(-(batch.max_queries + MOST_BEYOND) // block) + 1),
+        TILE=tuning.tile,
+        GROUP_TILE=GROUP_TILE_APART if tuning.columns else GROUP_TILE,
+        MIN_TILES=tuning.least_tiles,
+        STAGES=tuning.stages,
+        EIGHT=eight,
+        SPARSE=blocks is not None,
+        MEANS=means is not None,
+        EMIT=emits,
+        SPREAD=emits and 8 <= block <= tuning.tile // 4 and not eight,
+        BRANCHED=batch.visible is not None,
+        MAX_VARIANCE=VARIANCE_LIMIT if means is None else means.variance_limit,
+        PRECISION="ieee" if batch.queries.dtype == torch.float32 else "tf32",
+        COLUMNS=columns,
+        MORE=more,
+        APART=tuning.programs_apart(means),
+    )
 
 
 def columns_for(rows: int) -> tuple[int, int]:

@@ -1,7 +1,21 @@
 """The steps of the Triton kernel of paged attention on one tile of keys: loads, softmax, block sums, group means."""
 
+from typing import Any, NamedTuple
+
 from specahead.kernels.backends import jit, tl
 from specahead.kernels.paged_attention.items import places_of
+
+
+class Means(NamedTuple):
+    """What `attend_to_means` reads: `GroupMeans`, the numbers of a group's unread tokens, and the stride of a table."""
+
+    k: Any
+    v: Any
+    k_variance: Any
+    tables: Any
+    counts: Any
+    unread: Any
+    stride: Any
 
 
 @jit
@@ -15,49 +29,37 @@ def in_float16(q):
 
 
 @jit
-def load_keys(k_ptr, at, there, DIM: tl.constexpr, EIGHT: tl.constexpr):
+def load_keys(k_ptr, at, there, CUT: tl.constexpr):
     """Return the keys of a tile, [DIM, tokens]. at: where each token's numbers begin. there: which tokens exist."""
     # A mask costs time, and 8-bit pages do without: each of their numbers is finite, and unseen tokens have no weight.
-    mask = None if EIGHT else there[None, :]
+    mask = None if CUT.EIGHT else there[None, :]
     # Offsets are added to the pointer one after the other: added up before, they cost registers.
-    return tl.load(k_ptr + at[None, :] + tl.arange(0, DIM)[:, None], mask=mask, other=None if EIGHT else 0.0)
+    return tl.load(k_ptr + at[None, :] + tl.arange(0, CUT.DIM)[:, None], mask=mask, other=None if CUT.EIGHT else 0.0)
 
 
 @jit
-def load_values(v_ptr, at, there, DIM: tl.constexpr):
+def load_values(v_ptr, at, there, CUT: tl.constexpr):
     """Return the values of a tile in 16 or 32 bits, [tokens, DIM]. The arguments are as for `load_keys`."""
-    return tl.load(v_ptr + at[:, None] + tl.arange(0, DIM)[None, :], mask=there[:, None], other=0.0)
+    return tl.load(v_ptr + at[:, None] + tl.arange(0, CUT.DIM)[None, :], mask=there[:, None], other=0.0)
 
 
 @jit
-def load_eight_bit_values(
-    v_ptr,
-    t,
-    page,
-    within,
-    tokens,
-    item_row,
-    sources,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPARSE: tl.constexpr,
-):
+def load_eight_bit_values(v_ptr, t, page, within, item, sources, CUT: tl.constexpr):
     """Return the values of tile t in 8 bits, [DIM, tokens]. In a page the tokens of a dimension lie side by side.
 
-    page, within: where the tile's tokens lie. tokens, item_row, sources: as for `places_of`, which returned these.
+    page, within: where the tile's tokens lie, as `places_of` returned it.
     """
-    TILE: tl.constexpr = page.shape[0]
-    if TILE >= PAGE and (not SPARSE or BLOCK >= PAGE):
+    if CUT.TILE >= CUT.PAGE and (not CUT.SPARSE or CUT.BLOCK >= CUT.PAGE):
         # The tile consists of whole pages. Read page by page, so that lanes side by side read adjacent bytes.
-        first = t * TILE + tl.arange(0, TILE // PAGE) * PAGE
-        page, _ = places_of(first, tokens, item_row, sources, KV_HEADS, PAGE, BLOCK, SPARSE)
-        v = tl.load(v_ptr + (page * (PAGE * DIM))[:, None] + tl.arange(0, PAGE * DIM)[None, :])
-        v = tl.permute(tl.reshape(v, [TILE // PAGE, DIM, PAGE]), [1, 0, 2])
-        v = tl.reshape(v, [DIM, TILE])
+        first = t * CUT.TILE + tl.arange(0, CUT.TILE // CUT.PAGE) * CUT.PAGE
+        page, _ = places_of(first, item, sources, CUT)
+        numbers = tl.arange(0, CUT.PAGE * CUT.DIM)
+        v = tl.load(v_ptr + (page * (CUT.PAGE * CUT.DIM))[:, None] + numbers[None, :])
+        v = tl.permute(tl.reshape(v, [CUT.TILE // CUT.PAGE, CUT.DIM, CUT.PAGE]), [1, 0, 2])
+        v = tl.reshape(v, [CUT.DIM, CUT.TILE])
     else:
-        v = tl.load(v_ptr + (page * (PAGE * DIM) + within)[None, :] + (tl.arange(0, DIM) * PAGE)[:, None])
+        at = (page * (CUT.PAGE * CUT.DIM) + within)[None, :]
+        v = tl.load(v_ptr + at + (tl.arange(0, CUT.DIM) * CUT.PAGE)[:, None])
     return v
 
 
@@ -86,56 +88,32 @@ def blocks_by_warp(column, BLOCK: tl.constexpr):
 
 
 @jit
-def store_block_sums(
-    block_sums_ptr,
-    block_sums_stride,
-    weights,
-    base,
-    t,
-    item,
-    tokens,
-    KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPREAD: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-):
+def store_block_sums(block_sums, weights, base, t, item, CUT: tl.constexpr, FIRST: tl.constexpr = 0):
     """Store log2 of the sums over blocks of tile t's weights [rows, tokens], of an item's rows from FIRST to KEPT - 1.
 
-    base: of the weights, [rows]. tokens: how many the item reads. SPREAD: columns are in the order of `blocks_by_warp`.
+    base: of the weights, [rows]. block_sums: where the sums go, and the stride of a row.
     """
+    block_sums_ptr, stride = block_sums
     ROWS: tl.constexpr = weights.shape[0]
-    BLOCKS: tl.constexpr = weights.shape[1] // BLOCK
-    if SPREAD:
-        split = tl.reshape(weights, [ROWS, BLOCKS // 4, BLOCK // 8, 4, 8])
+    BLOCKS: tl.constexpr = weights.shape[1] // CUT.BLOCK
+    if CUT.SPREAD:
+        split = tl.reshape(weights, [ROWS, BLOCKS // 4, CUT.BLOCK // 8, 4, 8])
         sums = tl.reshape(tl.sum(tl.sum(split, 4), 2), [ROWS, BLOCKS])
     else:
-        sums = tl.sum(tl.reshape(weights, [ROWS, BLOCKS, BLOCK]), 2)
+        sums = tl.sum(tl.reshape(weights, [ROWS, BLOCKS, CUT.BLOCK]), 2)
     row = FIRST + tl.arange(0, ROWS)
     block = t * BLOCKS + tl.arange(0, BLOCKS)
-    row_at = (item * KEPT + row).to(tl.int64) * block_sums_stride
+    row_at = (item.number * CUT.KEPT + row).to(tl.int64) * stride
     tl.store(
         block_sums_ptr + row_at[:, None] + block[None, :],
         base[:, None] + tl.log2(sums),
-        mask=(row < KEPT)[:, None] & (block < tl.cdiv(tokens, BLOCK))[None, :],
+        mask=(row < CUT.KEPT)[:, None] & (block < tl.cdiv(item.tokens, CUT.BLOCK))[None, :],
     )
 
 
 @jit
 def attend_to_means(
-    q,
-    real,
-    scale,
-    item_row,
-    tiles,
-    running,
-    means,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    MAX_VARIANCE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STEP: tl.constexpr = 1,
-    STAGES: tl.constexpr = None,
+    q, real, scale, item, tiles, running, means, CUT: tl.constexpr, STEP: tl.constexpr = 1, STAGES: tl.constexpr = None
 ):
     """Attend to the means of groups. Return `running` with these added.
 
@@ -143,49 +121,47 @@ def attend_to_means(
 
     q, real: an item's rows and which of them exist. tiles: the first tile of groups and the end of the last, of which
     each STEP-th is taken, STAGES of them in flight. running: maximum, total weight and output of the tiles before.
-    means: keys, values and variances of the keys, tables and counts of groups, their numbers of unread tokens, and the
-    stride of a table.
     """
-    mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride = means
     maximum, total_weight, acc = running
     begin, end = tiles
-    offs_dim = tl.arange(0, DIM)
-    sequence, kv_head = item_row // KV_HEADS, item_row % KV_HEADS
-    groups = tl.load(group_counts_ptr + sequence)
+    offs_dim = tl.arange(0, CUT.DIM)
+    sequence, kv_head = item.row // CUT.KV_HEADS, item.row % CUT.KV_HEADS
+    groups = tl.load(means.counts + sequence)
     for t in tl.range(begin, end, STEP, num_stages=STAGES):
-        group = t * GROUP_TILE + tl.arange(0, GROUP_TILE)
+        group = t * CUT.GROUP_TILE + tl.arange(0, CUT.GROUP_TILE)
         inside = group < groups
-        slot = tl.load(group_tables_ptr + sequence * group_stride + group, mask=inside, other=0)
-        unread = tl.load(unread_ptr + item_row * group_stride + group, mask=inside, other=0.0)
+        slot = tl.load(means.tables + sequence * means.stride + group, mask=inside, other=0)
+        unread = tl.load(means.unread + item.row * means.stride + group, mask=inside, other=0.0)
         there = unread > 0
-        at = (slot.to(tl.int64) * KV_HEADS + kv_head) * DIM
+        at = (slot.to(tl.int64) * CUT.KV_HEADS + kv_head) * CUT.DIM
         across = at[None, :] + offs_dim[:, None]
-        k = tl.load(mean_k_ptr + across, mask=there[None, :], other=0.0)
-        variance = tl.load(mean_variance_ptr + across, mask=there[None, :], other=0.0)
+        k = tl.load(means.k + across, mask=there[None, :], other=0.0)
+        variance = tl.load(means.k_variance + across, mask=there[None, :], other=0.0)
         variance = tl.minimum(variance, 60000.0)  # what float16 holds, if those are the queries
         scaled = q.to(tl.float32) * scale
         # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
         squares = (scaled * scaled).to(q.dtype)
-        spread = tl.dot(squares, variance.to(q.dtype), input_precision=PRECISION) * 0.34657359028
-        spread = tl.minimum(spread, MAX_VARIANCE * 1.44269504089)
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale + spread
+        spread = tl.dot(squares, variance.to(q.dtype), input_precision=CUT.PRECISION) * 0.34657359028
+        spread = tl.minimum(spread, CUT.MAX_VARIANCE * 1.44269504089)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=CUT.PRECISION) * scale + spread
         scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
         scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
         weights, _, fade, maximum, total_weight = online_softmax(scores, maximum, total_weight)
-        v = load_values(mean_v_ptr, at, there, DIM)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=PRECISION)
+        v = load_values(means.v, at, there, CUT)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=CUT.PRECISION)
     return maximum, total_weight, acc
 
 
 @jit
-def store_partial(partial, slot, running, KEPT: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Store `running`, the maximum, total weight and output of an item's rows from FIRST to KEPT - 1, in a slot."""
+def store_partial(partial, slot, running, CUT: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Store `running`, the maximum, total weight and output of an item's rows from FIRST to KEPT - 1, in a slot.
+
+    partial: outputs, maxima and sums of all slots.
+    """
     partial_ptr, partial_max_ptr, partial_sum_ptr = partial
     maximum, total_weight, acc = running
-    ROWS: tl.constexpr = acc.shape[0]
-    DIM: tl.constexpr = acc.shape[1]
-    row = FIRST + tl.arange(0, ROWS)
-    at, kept = slot * KEPT + row, row < KEPT
+    row = FIRST + tl.arange(0, acc.shape[0])
+    at, kept = slot * CUT.KEPT + row, row < CUT.KEPT
     tl.store(partial_max_ptr + at, maximum, mask=kept)
     tl.store(partial_sum_ptr + at, total_weight, mask=kept)
-    tl.store(partial_ptr + at[:, None] * DIM + tl.arange(0, DIM)[None, :], acc, mask=kept[:, None])
+    tl.store(partial_ptr + at[:, None] * CUT.DIM + tl.arange(0, CUT.DIM)[None, :], acc, mask=kept[:, None])
