@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import unpack_mask
-from specahead.engine.sampling.next_tokens import draw_tokens
+from specahead.engine.steps import drafting
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.requests import DraftedTokens, RoundOutput, RoundRequest
 from specahead.engine.steps.rules import ChangedLogits
@@ -56,6 +56,7 @@ class Scripted(FakeRunner):
         for row, item in zip(least, requests, strict=True):
             row[item.top_k or VOCAB :] = 2  # as specahead.engine.steps.buffers has it
         uniforms = torch.from_numpy(np.stack([item.uniforms for item in requests], 1))
+        draws = drafting.Draws(*how, least, uniforms, VOCAB)
         token, rules = torch.tensor([item.tokens[-1] for item in requests]), rules_of_rounds(requests)
         drawn: list[tuple[Tensor, Tensor, Tensor]] = []
         for index in range(gamma + settings.runs_last):
@@ -64,7 +65,7 @@ class Scripted(FakeRunner):
                 if item.allowed is not None:
                     mask = torch.from_numpy(item.allowed(0, [int(each[0][i]) for each in drawn]))
                     logits[i, ~unpack_mask(mask, VOCAB)] = -torch.inf
-            drawn.append(draw_tokens(logits, logits.argmax(1), *how, least, uniforms[index], VOCAB))
+            drawn.append(draws.draw(logits, logits.argmax(1), index))
             token = drawn[-1][0]
             if rules is not None:
                 rules.count(token)

@@ -97,7 +97,7 @@ def runner_of(folder: str, dtype: torch.dtype, device: str, backend: Backend | N
     """backend: what attends, in prompts too; None: the runner's choice."""
     runner = make_runner(load_model(folder, dtype, device), 4096, max_context=400, enforce_eager=backend == "torch")
     if backend is not None:
-        passes = runner._passes
+        passes = runner.passes
         passes.model, passes._cudnn = replace(passes.model, attention=backend), False
     return runner
 
@@ -116,7 +116,7 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
     wanted = drive(runner_of(folder, torch.float32, "cpu"))
     assert not calls
     runner = runner_of(folder, torch.float32, "cpu")
-    runner._passes._cudnn = True
+    runner.passes._cudnn = True
     compare(drive(runner), wanted, 1e-4)
     parts = [[len(ends.parts) for ends in arguments[0].parts if isinstance(ends, Ends)] for arguments in calls]
     assert parts == [[5]] * LAYERS + [[2]] * LAYERS  # the prompts, the rest of two: short ones are read together
@@ -127,9 +127,9 @@ def test_prompts_are_read_in_pieces(folder: str, monkeypatch: pytest.MonkeyPatch
 def test_cudnn_reads_prompts_as_triton_does(folder: str) -> None:
     wanted = drive(runner_of(folder, torch.bfloat16, "cuda", "triton"))
     runner = runner_of(folder, torch.bfloat16, "cuda")
-    assert runner._passes._cudnn
+    assert runner.passes._cudnn
     compare(drive(runner), wanted, 0.1)
-    assert all(captured.graph is not None for captured in runner._passes.graphs.by_shape.values())
+    assert all(captured.graph is not None for captured in runner.passes.graphs.by_shape.values())
 
 
 @pytest.mark.gpu

@@ -269,7 +269,7 @@ def test_making_a_graph_takes_no_tokens_away(folder: Path) -> None:
             if disturbed:
                 for turn in (1, 2):
                     shape = step_shape([first], runner.kv, runner._limits)
-                    runner._passes.step_of(replace(shape, turn=turn)).launch()
+                    runner.passes.step_of(replace(shape, turn=turn)).launch()
             drafted = Drafted([], [], GREEDY, base)
             steps.append(runner.launch([SequenceInput(kv, [0], "all", drafted=drafted, follows=0)]))
         given.append(steps[-1]()[0].verdict or (0, 0))

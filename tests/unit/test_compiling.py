@@ -61,9 +61,8 @@ def round_and_step(scales):  # what they launch, and what they would write
     rounds = RoundRunner(PagedModel(light, kv, "triton"), settings, 4096, 400, captures=False)
     steps = PassRunner(decoder, kv, StepLimits(400, 5, 16, 4096), ReadMemories(8), False)
     rounds.chain = steps.chain = chain
-    make_buffers, launch = rounds._ways_of(round_)
-    buffers = make_buffers()
-    makers = [lambda: partial(launch, buffers), partial(steps.launches_of, step)]
+    buffers = rounds._make_buffers(round_)
+    makers = [lambda: partial(rounds._launch, round_, None, buffers), partial(steps.launches_of, step)]
     return makers, (*kv.k_pages, *kv.v_pages, buffers.results._device)
 
 noted = set()
@@ -130,8 +129,8 @@ def runner_of(shape, quantization="none", **how):
     light = decoder.with_eight_bit_weights()
     runner = ModelRunner(decoder, kv, shape.vocab_size, 1024, drafting=light, **how)
     runner._captures = runner._joins = runner.chains_steps = runner._shapes.chains_steps = True
-    runner._passes = PassRunner(decoder, kv, runner._limits, runner._passes.memories, True, light)
-    runner._warm_up._passes = runner._passes
+    runner.passes = PassRunner(decoder, kv, runner._limits, runner.passes.memories, True, light)
+    runner._warm_up._passes = runner.passes
     return runner
 
 limits = {"gamma": None, "max_sessions": 2, "max_context": 1024}
@@ -155,7 +154,7 @@ attention = {"partial_attention_kernel", "merge_kernel", "_tile_starts_kernel"} 
 for runner, tokens in ((target, 300), (runner_of(shape, "int4"), 300), (runner_of(shape, "fp8-blocks"), 100)):
     launched.clear()
     with torch.inference_mode():
-        specahead.kernels.compiling.compile_ahead([partial(runner._passes.launches_of_prompt, tokens)])
+        specahead.kernels.compiling.compile_ahead([partial(runner.passes.launches_of_prompt, tokens)])
     runner.forward([SequenceInput(SequenceKV(), [0] * tokens)])
     print(len(launched), "by a prompt:", sorted({name for name, *_ in launched - foreseen} - attention))
 """

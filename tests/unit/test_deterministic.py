@@ -91,7 +91,7 @@ class Probe:
     ran: list[Ran] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        passes = self.runner._passes
+        passes = self.runner.passes
         start, step_of = passes.start_step, passes.step_of
         last: list[Captured] = []
 

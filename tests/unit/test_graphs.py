@@ -67,7 +67,7 @@ class Pair:
         modules, kv = load_modules(folder, torch.float32, DEVICE).decoder, self.graphs.kv
         of_model = kv.num_layers, kv.kv_heads, kv.k_pages[0].shape[3]
         self.plain = ModelRunner(modules, KVCache(*of_model, 256, device=DEVICE), VOCAB, 400)
-        passes = self.plain._passes
+        passes = self.plain.passes
         passes.model, passes._cudnn = replace(passes.model, attention="torch"), False
         self.runners = (self.plain, self.graphs)
         self.sequences = [[SequenceKV() for _ in range(sequences)] for _ in self.runners]

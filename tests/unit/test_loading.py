@@ -156,7 +156,7 @@ def test_a_backing_store_that_does_not_hold_a_context_or_the_device_is_refused(
 def test_weights_are_held_in_eight_bits_for_the_passes_that_read_them_so(eight_bit: EightBit) -> None:
     runner = open_model(SETTINGS, eight_bit).runner
     assert isinstance(runner, ModelRunner) and isinstance(runner.decoder, Decoder)
-    drafting = runner._passes._drafting
+    drafting = runner.passes.model.drafting
     assert (runner.decoder.lm_head.eight_bit is not None) == (eight_bit == "all")
     assert (drafting is not None) == (eight_bit == "drafting")
     if drafting is not None:

@@ -38,7 +38,7 @@ def test_graphs_give_the_logits_the_kv_and_the_states_that_launches_give(eight_b
         states = torch.zeros(2 * CONTEXT + PAGE_SIZE, 32, dtype=torch.bfloat16, device="cuda")
         tap = StateTap((0, 1), fc, states)
         runner = ModelRunner(decoder, kv, shape.vocab_size, CONTEXT, tap=tap)
-        captures = runner._passes.captures_of_prompts(CONTEXT)
+        captures = runner.passes.captures_of_prompts(CONTEXT)
         assert len(captures) == 16
         for capture in captures if captured else []:
             capture()

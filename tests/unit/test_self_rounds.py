@@ -186,7 +186,7 @@ def test_what_the_last_dense_pass_weighed_is_remembered(runner: ModelRunner) -> 
     session = Session(runner, tokens(200, 5), 0.2)
     for drafted in (0, GAMMA):
         session.round(drafted)
-        weights = runner._passes.memories.weights(6, 34, runner.device)[session.memory.index]
+        weights = runner.passes.memories.weights(6, 34, runner.device)[session.memory.index]
         sums = weights.sum(1).tolist()
         least, most = (2, 2) if not drafted else (2, 2 + 2 * DECAY)
         assert all(least - 1e-4 <= total <= most + 1e-4 for total in sums), (

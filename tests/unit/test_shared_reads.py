@@ -39,7 +39,7 @@ class ChosenBefore:
         chosen = torch.from_numpy(announced.resized(blocks).matrix())
         always = mandatory(PLAN, base, blocks, LEAST_WINDOW)
         if self.memory.index is not None:
-            (weights,) = self.runner._passes.memories._weights.values()
+            (weights,) = self.runner.passes.memories._weights.values()
             own = weights[self.memory.index, :, :blocks].cpu() * self.memory.importance[:, None]
             room = shared_room(PLAN, base, blocks) - int((chosen & ~always).sum())
             chosen = chosen | choose_over_all(own.masked_fill(always | chosen, 0), room)

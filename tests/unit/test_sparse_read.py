@@ -77,7 +77,7 @@ def masks(block_size: int, seed: int = 0, prefix: int = PREFIX, length: int = le
 def remembered(runner: ModelRunner, read: SparseRead, blocks: int) -> Tensor:
     """What the runner remembers of a read's blocks, float32 [sparse layers, kv_heads, blocks]."""
     rows, size = len(read.budget.memory.importance), read.block_size
-    weights = runner._passes.memories.weights(rows, -(-runner._limits.pages * PAGE_SIZE // size), runner.device)
+    weights = runner.passes.memories.weights(rows, -(-runner._limits.pages * PAGE_SIZE // size), runner.device)
     return weights[read.budget.memory.index].unflatten(0, (-1, KV_HEADS))[..., :blocks]
 
 

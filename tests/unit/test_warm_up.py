@@ -88,7 +88,7 @@ def runner_of(folder: Any, most_queries: int = 0, **how: Any) -> ModelRunner:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(str(folder), torch.float32, device)
     runner = make_runner(model, 4096, max_context=400, most_queries=most_queries, **how)
-    runner._captures = runner._passes.graphs.captures = True
+    runner._captures = runner.passes.graphs.captures = True
     return runner
 
 
@@ -100,12 +100,12 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
     runner = runner_of(models.TARGET)
     with caplog.at_level(logging.INFO):
         runner.warm_up([None], SESSIONS)
-    now = set(runner._passes.graphs.by_shape)
+    now = set(runner.passes.graphs.by_shape)
     told = next(record for record in caplog.records if record.message == "CUDA graphs are captured")
     assert (vars(told)["of"], vars(told)["graphs"]) == ("steps", len(now)) and vars(told)["seconds"] >= 0
     assert {(shape.sequences, cuts_of(shape)) for shape in now} == {(1, 0)}  # type: ignore[attr-defined]
     prepare(runner)
-    shapes = set(runner._passes.graphs.by_shape)
+    shapes = set(runner.passes.graphs.by_shape)
     rare = set(filter(cuts_of, shapes))
     assert rare and len(shapes - rare) == 2 * len(now)
     # The kernels of each are compiled before, and those that judge rounds of one token and of all by rules.
@@ -121,7 +121,7 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
             runner.kv.release(kv)
     (scored,) = runner.forward([SequenceInput(SequenceKV(), list(range(20, 26)), "all")])
     assert scored.logits is not None and len(scored.logits) == 6
-    assert set(runner._passes.graphs.by_shape) == shapes
+    assert set(runner.passes.graphs.by_shape) == shapes
 
 
 @pytest.mark.usefixtures("captures")
@@ -147,7 +147,7 @@ def test_captured_steps_leave_logits_in_one_memory_and_no_lists() -> None:
         torch.testing.assert_close(one.logits, other.logits)
     assert run(GAMMA + 1, 1, read)[0].blocks is None
     assert run(GAMMA + 1, 1, replace(read, report_blocks=True))[0].blocks is not None
-    steps = {shape: captured.buffers.tensors for shape, captured in runner._passes.graphs.by_shape.items()}
+    steps = {shape: captured.buffers.tensors for shape, captured in runner.passes.graphs.by_shape.items()}
     assert len(steps) == 4
     assert len({tensors["logits"].untyped_storage().data_ptr() for tensors in steps.values()}) == 1
     assert ["all_lists" in tensors for tensors in steps.values()].count(True) == 1
@@ -166,7 +166,7 @@ def test_steps_that_are_asked_for_no_logits_compute_none_and_write_the_same_kv()
     one, other = (output.logits for output in after)
     assert one is not None and other is not None
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-    steps = [captured.buffers.tensors for captured in runner._passes.graphs.by_shape.values()]
+    steps = [captured.buffers.tensors for captured in runner.passes.graphs.by_shape.values()]
     assert [len(tensors["logits"]) for tensors in steps] == [0, 16, 1]
 
 
@@ -229,7 +229,7 @@ def test_no_mix_of_rounds_is_captured_for_a_request(deterministic: bool, quantiz
             if len({kind_of(item, runner._limits) for item in items}) == 1:
                 asked.add(runner._shapes.of(items))
     assert len(asked) > 15 and any(shape.light for shape in asked) == settings.screens_lightly
-    assert asked <= set(runner._passes.graphs.by_shape)
+    assert asked <= set(runner.passes.graphs.by_shape)
 
 
 def support_of(entries: int) -> Support:
@@ -252,7 +252,7 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
     drafter.warm_up()
     prepare(runner)
     assert runner._rounds is not None
-    graphs = runner._rounds._graphs, runner._passes.graphs
+    graphs = runner._rounds._graphs, runner.passes.graphs
     shapes = [set(each.by_shape) for each in graphs]
     sent: list[DraftEvent] = []
     peer = TargetPeer(sent.append)

@@ -16,11 +16,11 @@ from specahead.engine.kv.fetch import FetchPlan
 from specahead.engine.model.decoder import PassTokens
 from specahead.engine.model.layer_attention import ListedReads, Rows
 from specahead.engine.sampling.judging import WIDE_SUPPORT
-from specahead.engine.sampling.next_tokens import draw_tokens
 from specahead.engine.steps.reads import PagedModel, listed_reads
 from specahead.engine.steps.shapes import PassShape
 from specahead.kernels.backends import default_backend
 from specahead.kernels.paged_attention import LayersEvidence
+from specahead.kernels.rejection import race
 from specahead.kernels.selection import top_few
 
 
@@ -63,22 +63,39 @@ class DraftPasses:
 
 @dataclass(frozen=True)
 class Draws:
-    """The parameters and random numbers that drafted tokens are drawn with (specahead.engine.sampling.next_tokens)."""
+    """The parameters and random numbers that drafted tokens are drawn with, by a race (kernels.rejection.race).
+
+    A target that draws by the same uniforms mostly draws the same token.
+    """
 
     temperature: Tensor
     """[rows] float32; 0: the likeliest token is taken."""
     top_p: Tensor
     """[rows] float32."""
     least: Tensor
-    """[rows or 1, n or 1] float32, the share of the likeliest token's probability that others need."""
+    """[rows or 1, n or 1] float32, the share of the likeliest token's probability that each of the n tokens, in falling
+    order, must have to be drawn. n is `support`, or the vocabulary if that is smaller."""
     uniforms: Tensor
     """[passes, rows] float64."""
     support: int
     """Of how many tokens one is drawn."""
 
     def draw(self, logits: Tensor, best: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw tokens [rows] from logits [rows, vocab]; returns them with the ids and probabilities drawn from."""
-        return draw_tokens(logits, best, self.temperature, self.top_p, self.least, self.uniforms[index], self.support)
+        """Draw a token for each row from its `support` likeliest ones. Launches only.
+
+        logits: [rows, vocab]. best: [rows] int64, the likeliest token, which is taken where the temperature is 0.
+        Returns tokens [rows] int64, and the distributions: ids int64 and probabilities float32, [rows, n] each.
+        """
+        greedy = self.temperature == 0
+        heat = self.temperature.where(~greedy, 1.0)[:, None]
+        # A nucleus is a prefix of the sorted distribution, as is what `support` keeps: the shorter of the two is both.
+        top, ids = (logits.float() / heat).softmax(-1).topk(min(self.support, logits.shape[-1]))
+        before = top.double().cumsum(-1) - top
+        kept = (before < self.top_p[:, None]) & (top >= self.least * top[:, :1])
+        top = top.where(kept, 0.0)
+        top = top / top.sum(-1, keepdim=True)
+        column = race(top, ids, self.uniforms[index], default_backend(logits.device))
+        return best.where(greedy, ids.gather(1, column[:, None])[:, 0]), ids, top
 
 
 def draft_tokens(

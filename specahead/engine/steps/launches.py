@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan, LastChoices
-from specahead.engine.model.decoder import Decoder, PassTokens
-from specahead.engine.model.head import DraftHead, StateTap
+from specahead.engine.model.decoder import PassTokens
+from specahead.engine.model.head import DraftHead
 from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, LayerPages, Rows
 from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.sampling.judging import judge
@@ -32,20 +32,16 @@ def run_pass(
     buffers: Buffers,
     layer_pages: LayerPages | None = None,
     prompts: PromptReads | None = None,
-    drafting: Decoder | None = None,
     chain: DeviceChain | None = None,
     graphs: PromptGraphs | None = None,
-    tap: StateTap | None = None,
 ) -> None:
     """Launch a pass on its buffers. The launches are the same for all passes of a shape.
 
     layer_pages: the keys and values of a layer; None: the KV's own pages. prompts: the parts that the sequences of a
-    dense pass read one by one, if they do. drafting: runs passes that draft, and tokens that a later pass judges
-    (PassShape.light); None: the model's decoder does. chain: the device chain, for a step; None: a pass of its exact
-    size. graphs: run the layers in place of the decoder. tap: takes the states of the tokens, which a head reads; None:
-    nobody does.
+    dense pass read one by one, if they do. chain: the device chain, for a step; None: a pass of its exact size.
+    graphs: run the layers in place of the decoder.
     """
-    given, kv = buffers.tensors, model.kv
+    given, kv, drafting = buffers.tensors, model.kv, model.drafting or model.decoder
     if chain is not None:
         _take_up(shape, buffers, kv.ranks, chain)
     if shape.shares_out:
@@ -56,7 +52,7 @@ def run_pass(
             given["lists"], given["counts"], shape.read.block_size, given["block_tables"], given["round"]
         )
     if shape.drafts:
-        drafted = draft_for_itself(replace(model, decoder=drafting or model.decoder), shape, given, fetched)
+        drafted = draft_for_itself(replace(model, decoder=drafting), shape, given, fetched)
         buffers.results.device["drafted"].copy_(drafted)
     if fetched is not None:
         _write_fetch_counts(buffers, fetched.page_counts)
@@ -72,16 +68,16 @@ def run_pass(
     logits_rows = given.get("logits_rows")
     if logits_rows is not None and not len(logits_rows) and attend.weights is None:
         attend.unread = kv.num_layers - 1
-    running = graphs or (drafting if shape.light and drafting else model.decoder)
+    running = graphs or (drafting if shape.light else model.decoder)
     if isinstance(running, DraftHead):
         running = running.reading(given["state_slots"])
     tokens = PassTokens(given["token_ids"], given["positions"], given["slots"])
-    how: dict[str, Any] = {} if tap is None else {"observe": tap.observer(tokens.slots)}
+    how: dict[str, Any] = {} if model.tap is None else {"observe": model.tap.observer(tokens.slots)}
     given["logits"] = running.run(tokens, kv, attend, logits_rows, **how)
     if chosen is not None:
         _write_fetch_counts(buffers, kv.ranks.sum(chosen.end()))
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None
-    _leave_results(shape, buffers, read_weights, fetched, kv, chain, tap)
+    _leave_results(model, shape, buffers, read_weights, fetched, chain)
 
 
 def _take_up(shape: PassShape, buffers: Buffers, ranks: Ranks, chain: DeviceChain) -> None:
@@ -160,13 +156,12 @@ def _write_fetch_counts(buffers: Buffers, page_counts: Tensor) -> None:
 
 
 def _leave_results(
+    model: PagedModel,
     shape: PassShape,
     buffers: Buffers,
     read_weights: Tensor | None,
     fetched: FetchPlan | None,
-    kv: KVCache,
     chain: DeviceChain | None,
-    tap: StateTap | None,
 ) -> None:
     """Write verdicts and counts to the results, and remember the weights of the blocks that were read.
 
@@ -181,7 +176,7 @@ def _leave_results(
         judged = Judged(accepted, following, by_sequence.amax(2))
         alternative = None
         if shape.alternatives:
-            judged, alternative = accept_alternatives(judged, given, shape, kv, tap)
+            judged, alternative = accept_alternatives(judged, given, shape, model.kv, model.tap)
             results["alternative"].copy_(alternative)
         for name, tensor in vars(judged).items():
             results[name].copy_(tensor)
@@ -196,5 +191,5 @@ def _leave_results(
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
-    remembered, read = Remembered(given["memory"], indices), kv.ranks.widened(read_weights, 2)
+    remembered, read = Remembered(given["memory"], indices), model.kv.ranks.widened(read_weights, 2)
     remember_weights(remembered, all_lists, all_counts, read, given["blocks"], shape.read.decay, backend)

@@ -92,16 +92,12 @@ class ModelRunner(TargetOrDraftRunner):
         self.chains_rounds = not deterministic and not kv.offloads
         self._shapes = CapturedShapes(kv, self._limits, self.chains_steps)
         memories = ReadMemories(MEMORIES)
-        self._passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting, tap)
+        self.passes = PassRunner(decoder, kv, self._limits, memories, self._captures, drafting, tap)
+        """Runs the passes; all that a rank that follows needs of a runner."""
         self.leaves_states, self.reads_states = tap is not None, isinstance(decoder, DraftHead)
         widest = [self._limits.queries] if most_queries > step_queries else []
-        self._warm_up = WarmUp(self._passes, self._limits, widest, deterministic, self._shapes)
+        self._warm_up = WarmUp(self.passes, self._limits, widest, self._shapes)
         self._rounds: RoundRunner | None = None
-
-    @property
-    def passes(self) -> PassRunner:
-        """Runs the passes; all that a rank that follows needs of a runner."""
-        return self._passes
 
     @property
     def captures_made(self) -> int:  # type: ignore[override]
@@ -175,10 +171,10 @@ class ModelRunner(TargetOrDraftRunner):
 
         def start(part: list[SequenceInput]) -> StepUnderWay:
             if captured:
-                return self._passes.start_step(part, self._shapes.of_started(part))
-            return self._passes.start_exact(part, shape_of(part))
+                return self.passes.start_step(part, self._shapes.of_started(part))
+            return self.passes.start_exact(part, shape_of(part))
 
-        tiers = TieredSteps(self.kv, self._passes)
+        tiers = TieredSteps(self.kv, self.passes)
         if tiers.is_near(inputs):
             return start(inputs)
         outputs = tiers.run(inputs, shape_of, lambda part: start(part)())
@@ -204,15 +200,15 @@ class ModelRunner(TargetOrDraftRunner):
         self.kv.begin_pass([(item.kv, item.rows) for item in inputs])
         if imposed is not None:
             self.kv.ranks.followers.tell(Command.IMPOSE, [number for verdict in imposed for number in verdict])
-            self._passes.chain.impose(imposed)
+            self.passes.chain.impose(imposed)
         if all(item.draft_row is None for item in inputs):
-            return self._passes.launch_step(inputs, self._shapes.of_followed(inputs))
-        drafts = self._passes.chain.drafts
+            return self.passes.launch_step(inputs, self._shapes.of_followed(inputs))
+        drafts = self.passes.chain.drafts
         assert drafts is not None
         shape = self._shapes.of(inputs) if self._captures else exact_shape(inputs, self.kv, self._limits)
         if shape.judge is not None and shape.judge.support:
             shape = shape.judging(support=max(shape.judge.support, drafts.ids.shape[2]))
-        return self._passes.launch_step(inputs, replace(shape, judges_drafts=True))
+        return self.passes.launch_step(inputs, replace(shape, judges_drafts=True))
 
     def alternatives_beside(self, gamma: int) -> int:
         limits = self._limits
@@ -225,7 +221,7 @@ class ModelRunner(TargetOrDraftRunner):
         bitmap = rows, -(-self._limits.pages * PAGE_SIZE // (block_size * WORD))
         chain = DeviceChain.make(sequences, self.device)
         chain = chain.with_drafts(sequences, gamma, min(support, self.vocab_size), bitmap)
-        self._passes.chain, self._shapes.judges_drafts = chain, True
+        self.passes.chain, self._shapes.judges_drafts = chain, True
         return chain
 
     def join_chain(self, chain: DeviceChain | None) -> None:
@@ -235,10 +231,10 @@ class ModelRunner(TargetOrDraftRunner):
     # Before the first request.
 
     def keep_memories(self, sequences: int) -> None:
-        if self._passes.memories.made:
+        if self.passes.memories.made:
             raise RuntimeError("keep_memories comes before the first step that shares a budget out")
         self.kv.ranks.followers.tell(Command.KEEP_MEMORIES, [sequences])
-        self._passes.memories = ReadMemories(sequences)
+        self.passes.memories = ReadMemories(sequences)
 
     @torch.inference_mode()
     def warm_up(
@@ -251,15 +247,15 @@ class ModelRunner(TargetOrDraftRunner):
     ) -> None:
         if self._captures:
             kinds = self._warm_up.kinds(reads, gammas, screened, lightly)
-            self._warm_up.capture(kinds, sequences, self.device)
+            self._warm_up.capture(kinds, sequences)
 
     @torch.inference_mode()
     def warm_up_more(self) -> None:
-        self._warm_up.more(self.device)
+        self._warm_up.more()
 
     def warm_up_prompts(self, tokens: int) -> None:
         if self.device.type == "cuda":
-            self._warm_up.prompts(tokens, self.kv, self.forward)
+            self._warm_up.prompts(tokens, self.forward)
 
     # Rounds of a draft.
 
@@ -267,13 +263,13 @@ class ModelRunner(TargetOrDraftRunner):
         if self.decoder.block_rule is not None:
             raise NotImplementedError("a model that chooses blocks by itself is not built as a draft, only as a target")
         sizes = self.vocab_size, self._limits.pages
-        self._rounds = RoundRunner(self._passes.model, settings, *sizes, captures=self._captures)
+        self._rounds = RoundRunner(self.passes.model, settings, *sizes, captures=self._captures)
 
     @torch.inference_mode()
     def warm_up_rounds(self, sequences: int, announces: bool, gammas: Sequence[int] = ()) -> None:
         if self._rounds is not None and self._captures:
             self._warm_up.later += self._rounds.warm_up(sequences, announces, gammas)
-            self._warm_up.capture(self._warm_up.ends_of_prompts(), sequences, self.device)
+            self._warm_up.capture(self._warm_up.ends_of_prompts(), sequences)
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         return self.launch_rounds(requests).outputs()

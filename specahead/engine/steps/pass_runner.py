@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,13 +56,11 @@ class PassRunner:
         drafting: Decoder | None = None,
         tap: StateTap | None = None,
     ) -> None:
-        self._decoder, self._kv, self._limits, self._drafting, self._tap = decoder, kv, limits, drafting, tap
-        self._followers = kv.ranks.followers
-        self.memories = memories
+        self._kv, self._limits, self._followers, self.memories = kv, limits, kv.ranks.followers, memories
         self.graphs = Graphs(captures, kv.ranks)
         dim, dtype = kv.k_pages[0].shape[3], kv.dtype
         attention: Backend = default_backend(kv.device) if takes_heads(dim) else "torch"
-        self.model = PagedModel(decoder, kv, attention)
+        self.model = PagedModel(decoder, kv, attention, drafting, tap)
         self._cudnn = cudnn_attends(dim, dtype, kv.device)
         self.chain = DeviceChain.make(1, kv.device)
         self._logits: Tensor | None = None  # shared by all captured steps
@@ -84,8 +81,7 @@ class PassRunner:
         return partial(self._launch, shape, self._make_buffers(shape, None))
 
     def _launch(self, shape: PassShape, buffers: Buffers) -> None:
-        how: dict[str, Any] = {"drafting": self._drafting, "chain": self.chain, "tap": self._tap}
-        run_pass(self.model, shape, buffers, **how)
+        run_pass(self.model, shape, buffers, chain=self.chain)
         if not shape.read.reports:  # later captures reuse their memory
             for name in ("all_lists", "all_counts", "lists", "counts"):
                 buffers.tensors.pop(name, None)
@@ -118,25 +114,26 @@ class PassRunner:
         """Run the step of a shape that fetches. Return None if the GPU has no room for all listed pages: the step
         is then void, and the caller has to run its inputs again.
         """
-        step = self.step_of(shape)
-        self._lay_out(step.buffers, shape, inputs, [item.kv.table() for item in inputs])
-        self._run_step(step, shape)
-        compare(step.buffers, shape, inputs)
-        results = step.buffers.results.fetch()
+        buffers = self._run_step(inputs, shape, [item.kv.table() for item in inputs])
+        compare(buffers, shape, inputs)
+        results = buffers.results.fetch()
         if not self._kv.count_step(results):
             return None
-        return read_outputs(step.buffers, shape, inputs, self._kv, results)
+        return read_outputs(buffers, shape, inputs, self._kv, results)
 
     def start_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape. The returned function waits for it; call it before the shape runs again."""
-        step = self.step_of(shape)
-        self._lay_out(step.buffers, shape, inputs)
-        self._run_step(step, shape)
-        return self._started(step.buffers, shape, inputs)
+        return self._started(self._run_step(inputs, shape), shape, inputs)
 
-    def _run_step(self, step: Captured, shape: PassShape) -> None:
+    def _run_step(
+        self, inputs: list[SequenceInput], shape: PassShape, tables: list[np.ndarray] | None = None
+    ) -> Buffers:
+        """Launch the step of a shape on all ranks, and return its buffers. tables: as `lay_out_pass` takes them."""
+        step = self.step_of(shape)
+        self._lay_out(step.buffers, shape, inputs, tables)
         self._followers.tell_step(shape)
         step.run()
+        return step.buffers
 
     def _started(self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput]) -> StepUnderWay:
         results, compared = buffers.results, compare(buffers, shape, inputs)
@@ -152,10 +149,7 @@ class PassRunner:
 
     def launch_step(self, inputs: list[SequenceInput], shape: PassShape) -> StepUnderWay:
         """Launch the step of a shape whose inputs are all judged, and advance the lengths of their KV at once."""
-        step = self.step_of(shape)
-        self._lay_out(step.buffers, shape, inputs)
-        self._run_step(step, shape)
-        results = step.buffers.results
+        results = self._run_step(inputs, shape).results
         done = results.send_back()
         for item in inputs:
             item.kv.length += item.rows
@@ -181,11 +175,10 @@ class PassRunner:
         return self._started(buffers, shape, inputs)
 
     def _run_exact(self, buffers: Buffers, shape: PassShape, staged: StagedReads | None) -> None:
-        layer_pages = None if staged is None else staged.layer
-        how: dict[str, Any] = {"layer_pages": layer_pages, "drafting": self._drafting, "tap": self._tap}
+        prompts, graphs = None, None
         if self._is_read_by_cudnn(shape):
-            how |= {"prompts": self._plan_prompts(buffers), "graphs": None if shape.light else self._prompt_graphs}
-        run_pass(self.model, shape, buffers, **how)
+            prompts, graphs = self._plan_prompts(buffers), None if shape.light else self._prompt_graphs
+        run_pass(self.model, shape, buffers, None if staged is None else staged.layer, prompts, graphs=graphs)
 
     def follow_exact(
         self, shape: PassShape, logits_rows: int, pages: list[np.ndarray], receive: Callable[[np.ndarray], object]
@@ -206,10 +199,10 @@ class PassRunner:
             rows = len(shape.sparse_layers(self._kv.num_layers)) * self._kv.all_kv_heads
             blocks = replace(shape, pages=self._limits.pages).blocks
             memory = self.memories.weights(rows, blocks, self._kv.device)
-        if shape.fetches_chosen and (rule := self._decoder.block_rule) is not None:
+        if shape.fetches_chosen and (rule := self.model.decoder.block_rule) is not None:
             width = rule.width(self._limits.queries)
             memory = self.memories.choices(self._kv.num_layers, self._kv.kv_heads, width, self._kv.device)
-        return make_buffers(shape, self._kv, memory, logits_rows, isinstance(self._decoder, DraftHead))
+        return make_buffers(shape, self._kv, memory, logits_rows, isinstance(self.model.decoder, DraftHead))
 
     def _lay_out(
         self, buffers: Buffers, shape: PassShape, inputs: list[SequenceInput], tables: list[np.ndarray] | None = None
@@ -243,7 +236,7 @@ class PassRunner:
         """
         heads, device = self.model.heads, self._kv.device
         merges = partial(merge_in_all_ways, heads.kv * heads.group, heads.dim, self._kv.dtype, device)
-        sizes = (tokens, 2 * MOST_ROWS) if self._decoder.can_capture else ()
+        sizes = (tokens, 2 * MOST_ROWS) if self.model.decoder.can_capture else ()
         return [lambda: merges, *(partial(self.launches_of_prompt, size) for size in sizes)]
 
     def launches_of_prompt(self, tokens: int) -> Callable[[], None]:
@@ -251,7 +244,8 @@ class PassRunner:
 
         def launch() -> None:
             numbers = torch.zeros(tokens, dtype=torch.int64, device=self._kv.device)
-            decoder = self._decoder.reading(numbers) if isinstance(self._decoder, DraftHead) else self._decoder
+            decoder = self.model.decoder
+            decoder = decoder.reading(numbers) if isinstance(decoder, DraftHead) else decoder
             decoder.run(PassTokens(numbers, numbers, numbers), self._kv, lambda _layer, queries: queries, numbers[:0])
 
         return launch
@@ -275,9 +269,9 @@ class PassRunner:
 
     def captures_of_prompts(self, tokens: int) -> list[Callable[[], None]]:
         """Return functions that each capture the layers of one size of passes over prompts, up to `tokens` tokens."""
-        if isinstance(self._decoder, DraftHead):  # one layer is few launches
+        if isinstance(self.model.decoder, DraftHead):  # one layer is few launches
             return []
-        if not (self._cudnn and self.graphs.captures and isinstance(self._decoder, Decoder)):
+        if not (self._cudnn and self.graphs.captures and isinstance(self.model.decoder, Decoder)):
             return []
         return [partial(self.capture_prompt, size) for size in sizes_up_to(min(tokens, MOST_TOKENS))]
 
@@ -287,9 +281,9 @@ class PassRunner:
         So all ranks run a pass in the same size, without which sums over them would be over other numbers of rows.
         """
         self._followers.tell(Command.CAPTURE_PROMPT, [tokens])
-        assert isinstance(self._decoder, Decoder)
+        assert isinstance(self.model.decoder, Decoder)
         if self._prompt_graphs is None:
-            self._prompt_graphs = PromptGraphs(self._decoder, self._kv, self._tap)
+            self._prompt_graphs = PromptGraphs(self.model.decoder, self._kv, self.model.tap)
         self._prompt_graphs.capture(tokens)
 
     def _room_for_prompts(self) -> Tensor:

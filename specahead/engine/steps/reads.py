@@ -9,6 +9,7 @@ from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.fetch import ChosenFetcher, FetchPlan
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.model.decoder import Attend, Decoder, PassTokens
+from specahead.engine.model.head import StateTap
 from specahead.engine.model.layer_attention import (
     ChosenPart,
     ChosenReads,
@@ -34,6 +35,10 @@ class PagedModel:
     decoder: Decoder | ModulesDecoder
     kv: KVCache
     attention: Backend
+    drafting: Decoder | None = None
+    """Runs passes that draft, and tokens that a later pass judges (PassShape.light); None: the decoder does."""
+    tap: StateTap | None = None
+    """Takes the states of the tokens, which a head reads; None: nobody does."""
 
     @property
     def heads(self) -> Heads:

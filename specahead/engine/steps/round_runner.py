@@ -51,7 +51,8 @@ class RoundRunner:
         sizes = [1 << i for i in reversed(range(power_of_two(sequences).bit_length()))]
         draws = {"sampled": False, "ruled": False}, {"sampled": True, "ruled": False}, {"sampled": True, "ruled": True}
         self._rules_of(sizes[0])  # all shapes share it, so it is made to fit the largest
-        sized = [(count, most) for count in sizes for most in sorted({1, self._branches_of(count)}, reverse=True)]
+        most = self.settings.branches
+        sized = [(count, each) for count in sizes for each in sorted({1, branches_of(count, most)}, reverse=True)]
         shapes = [
             self._captured_shape(count, of_each, announcing, self.settings.gamma, **draw)
             for draw, announcing, (count, of_each) in itertools.product(draws, (False, True)[: 1 + announces], sized)
@@ -107,7 +108,7 @@ class RoundRunner:
         # KV is moved by rounds with branches; those of one branch need not know how.
         branched = any(len(item.branches) > 1 or item.moved is not None for item in requests)
         if self._graphs.captures:
-            branches = self._branches_of(len(requests)) if branched else 1
+            branches = branches_of(len(requests), self.settings.branches) if branched else 1
             return self._captured_shape(power_of_two(len(requests)), branches, announces, gamma, sampled, ruled)
         branches = max(2, *(len(item.branches) for item in requests), 2) if branched else 1
         return RoundShape(
@@ -129,9 +130,6 @@ class RoundRunner:
         chained, pages = self.chain is not None and branches == 1, self._max_pages
         return RoundShape(sequences, self.settings.queries, pages, sampled, announces, gamma, branches, ruled, chained)
 
-    def _branches_of(self, sequences: int) -> int:
-        return branches_of(sequences, self.settings.branches)
-
     def _round_of(
         self, shape: RoundShape, asking: list[RoundRequest] | None = None, prepared: bool = False
     ) -> Captured:
@@ -139,32 +137,24 @@ class RoundRunner:
         of `Graphs.of`.
         """
         graphs = self._graphs if asking is None else self._one_by_one
-        make_buffers, launch = self._ways_of(shape, asking)
-        return graphs.of(shape, make_buffers, launch, prepared)
+        return graphs.of(shape, partial(self._make_buffers, shape), partial(self._launch, shape, asking), prepared)
 
-    def _ways_of(
-        self, shape: RoundShape, asking: list[RoundRequest] | None = None
-    ) -> tuple[Callable[[], Buffers], Callable[[Buffers], None]]:
-        """Return what makes the buffers of a shape, and what launches its rounds."""
+    def _make_buffers(self, shape: RoundShape) -> Buffers:
+        buffers = make_round_buffers(shape, self.settings, self._vocab_size, self._kv.device)
+        if shape.ruled:
+            buffers.tensors["rules"] = self._rules_of(shape.sequences)
+        return buffers
 
-        def make_buffers() -> Buffers:
-            buffers = make_round_buffers(shape, self.settings, self._vocab_size, self._kv.device)
-            if shape.ruled:
-                buffers.tensors["rules"] = self._rules_of(shape.sequences)
-            return buffers
-
-        def launch(buffers: Buffers) -> None:
-            forbid = None if asking is None else partial(_forbid, asking, shape.branches)
-            run_round(self._model, self.settings, shape, buffers, forbid, self.chain)
-
-        return make_buffers, launch
+    def _launch(self, shape: RoundShape, asking: list[RoundRequest] | None, buffers: Buffers) -> None:
+        forbid = None if asking is None else partial(_forbid, asking, shape.branches)
+        run_round(self._model, self.settings, shape, buffers, forbid, self.chain)
 
     def _launches_of(self, shape: RoundShape) -> Callable[[], None]:
         """Return a function that launches a round of a shape in buffers of its own, but for passes after the second,
         which launch the same kernels.
         """
-        make_buffers, launch = self._ways_of(replace(shape, gamma=min(2, self.settings.gamma)))
-        return partial(launch, make_buffers())
+        shape = replace(shape, gamma=min(2, self.settings.gamma))
+        return partial(self._launch, shape, None, self._make_buffers(shape))
 
     def _rules_of(self, sequences: int) -> Tensor:
         """Return room for what changes logits, [3, sequences, vocab] float32: the same for all shapes that fit."""

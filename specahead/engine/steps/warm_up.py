@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.sampling.distributions import Sampling, Support
 from specahead.engine.sampling.judging import WIDE_SUPPORT, Drafted, judge_by_rules, launches_of_rules
@@ -36,16 +35,17 @@ class WarmUp:
     widest: the queries of the widest steps, where rounds may be wider than most; else empty.
     """
 
-    def __init__(
-        self, passes: PassRunner, limits: StepLimits, widest: list[int], deterministic: bool, shapes: CapturedShapes
-    ) -> None:
-        self._passes, self._limits, self._widest = passes, limits, widest
-        self._deterministic, self._shapes = deterministic, shapes
+    def __init__(self, passes: PassRunner, limits: StepLimits, widest: list[int], shapes: CapturedShapes) -> None:
+        self._passes, self._limits, self._widest, self._shapes = passes, limits, widest, shapes
         self.later: deque[Callable[[], object]] = deque()  # what captures each kind of step that is unprepared
 
-    def more(self, device: torch.device) -> None:
+    @property
+    def _device(self) -> torch.device:
+        return self._passes.model.kv.device
+
+    def more(self) -> None:
         """Capture one more kind of step; none any more where the GPU's memory is short."""
-        if device.type == "cuda" and free_memory() < LEAST_FREE_BEFORE:
+        if self._device.type == "cuda" and free_memory() < LEAST_FREE_BEFORE:
             log.warning(
                 "no more CUDA graphs are captured before requests: the GPU's memory is short",
                 extra={"kinds_of_steps": len(self.later), "least_free_gib": LEAST_FREE_BEFORE / 2**30},
@@ -88,7 +88,7 @@ class WarmUp:
 
     def _supports_of(self, queries: int, sampling: Sampling, read: SparseRead | None) -> list[list[Support]]:
         """Return the supports that tokens of such steps may have: wide ones where some are held (step_shape)."""
-        if sampling.greedy or queries not in self._widest or self._deterministic:
+        if sampling.greedy or queries not in self._widest or self._limits.pinned:
             return [[]]
         return [[], [_WIDE]] if read is None else [[_WIDE]]
 
@@ -98,7 +98,7 @@ class WarmUp:
         ends = [SequenceInput(SequenceKV(), [0] * queries) for queries in sizes]
         return [item for item in ends if not self._limits.is_prompt(item)]
 
-    def capture(self, kinds: list[SequenceInput], sequences: int, device: torch.device) -> None:
+    def capture(self, kinds: list[SequenceInput], sequences: int) -> None:
         """Capture the steps of inputs of these kinds, in batches of up to `sequences`: the large ones later, and those
         that few requests take.
         """
@@ -108,17 +108,17 @@ class WarmUp:
         shapes = dict.fromkeys(itertools.chain.from_iterable(self._shapes_of(item, count) for item, count in compiled))
         judged = [(item.drafted, count) for item, count in compiled if item.drafted and item.read is None]
         by_rules = [
-            partial(launches_of_rules, [drafted] * count, self._limits.vocab, device, self._deterministic)
+            partial(launches_of_rules, [drafted] * count, self._limits.vocab, self._device, self._limits.pinned)
             for drafted, count in judged
         ]
         compile_ahead([*(partial(self._passes.launches_of, shape) for shape in shapes), *by_rules])
         now = [(item, count) for item, count in sized if count <= WARM_SESSIONS and not _is_rare(item)]
         with tell_captures(self._passes.graphs, "steps"):
             for item, count in tqdm(now, desc="capturing CUDA graphs of steps", disable=None):
-                self._capture_step(item, count, device)
+                self._capture_step(item, count)
         later = [(item, count) for item, count in sized if count > WARM_SESSIONS or _is_rare(item)]
         later.sort(key=lambda each: (_is_rare(each[0]), each[1]))
-        self.later += [partial(self._capture_step, item, count, device) for item, count in later]
+        self.later += [partial(self._capture_step, item, count) for item, count in later]
 
     def _shapes_of(self, item: SequenceInput, count: int) -> list[PassShape]:
         """Return the shapes of the steps of `count` inputs like this one, the one that fetches pages among them."""
@@ -128,16 +128,17 @@ class WarmUp:
             shapes.append(shape.reading(fetches=True))
         return shapes
 
-    def _capture_step(self, item: SequenceInput, count: int, device: torch.device) -> None:
+    def _capture_step(self, item: SequenceInput, count: int) -> None:
         """Capture the steps of `count` inputs like this one."""
         for shape in self._shapes_of(item, count):
             self._passes.step_of(shape, prepared=True)
         if item.drafted and item.read is None:
-            logits = torch.zeros(count, len(item.tokens), self._limits.vocab, device=device)
-            judge_by_rules(logits, [item.drafted] * count, self._deterministic)
+            logits = torch.zeros(count, len(item.tokens), self._limits.vocab, device=self._device)
+            judge_by_rules(logits, [item.drafted] * count, self._limits.pinned)
 
-    def prompts(self, tokens: int, kv: KVCache, forward: Callable[[list[SequenceInput]], list[SequenceOutput]]) -> None:
-        """Make ready for prompts that are read up to `tokens` tokens at once. forward: runs inputs over `kv`."""
+    def prompts(self, tokens: int, forward: Callable[[list[SequenceInput]], list[SequenceOutput]]) -> None:
+        """Make ready for prompts that are read up to `tokens` tokens at once. forward: runs inputs."""
+        kv = self._passes.model.kv
         log.info("reading a prompt to be ready", extra={"tokens": tokens})
         compile_ahead(self._passes.launches_of_prompts(tokens))
         room = min(tokens, kv.pool.available * PAGE_SIZE, self._limits.pages * PAGE_SIZE - MAX_OVERHANG)
