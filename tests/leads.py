@@ -41,7 +41,7 @@ def _changed(client: OpenAI, model: str, index: int, prompt: list[int], generate
     answer = client.completions.create(
         prompt=prompt, max_tokens=generated, extra_body={"exactness": "approximate"} | only_ids, **how
     ).choices[0]
-    tokens = [*prompt, *answer.token_ids]  # type: ignore[attr-defined]
+    tokens = [*prompt, *answer.token_ids]
     assert len(tokens) > len(prompt), f"prompt {index} has no answer"
     scored = client.completions.create(prompt=tokens, max_tokens=0, echo=True, logprobs=1, **how).choices[0].logprobs
     assert scored is not None and scored.token_logprobs is not None and scored.top_logprobs is not None

@@ -92,7 +92,7 @@ class Traffic:
                     if len(tokens) >= most:
                         break
             except grpc.RpcError as error:
-                error.tokens = tokens  # type: ignore[attr-defined]
+                error.tokens = tokens
                 raise
         return tokens
 
@@ -103,7 +103,7 @@ class Traffic:
         try:
             tokens = self._stream(rng, case.prompt, count + 1, temperature=0, max_tokens=count)
         except grpc.RpcError as error:
-            self._compare(error.tokens, case.expected[: len(error.tokens)])  # type: ignore[attr-defined]
+            self._compare(error.tokens, case.expected[: len(error.tokens)])
             raise
         return self._compare(tokens, case.expected[:count])
 

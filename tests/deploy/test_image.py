@@ -19,7 +19,7 @@ def locked(variant: str) -> dict[str, str]:
     text = (DEPLOY / "image" / f"requirements-{variant}.txt").read_text().replace("\\\n", "")
     versions = {}
     for line in text.splitlines():
-        name, version = re.match(r"([a-z0-9-]+)==(\S+)", line).groups()  # type: ignore[union-attr]
+        name, version = re.match(r"([a-z0-9-]+)==(\S+)", line).groups()
         assert "--hash=sha256:" in line, line
         versions[name] = version
     return versions

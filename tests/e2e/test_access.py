@@ -80,7 +80,7 @@ def call(address: str, method: str, bearer: str = "", tls: grpc.ChannelCredentia
         try:
             calls[method]()
         except grpc.RpcError as error:
-            return error.code()  # type: ignore[attr-defined]
+            return error.code()
     return grpc.StatusCode.OK
 
 
@@ -113,7 +113,7 @@ def test_the_client_ports_refuse_without_the_key(locked: Locked) -> None:
     for bearer in ("", "sk-wrong", locked.key[:-1]):
         assert call(locked.stack.grpc, "client", bearer, tls) is grpc.StatusCode.UNAUTHENTICATED
         status, body = ask(locked.stack.http, bearer, locked.clients.ca)
-        assert (status, body["error"]["code"]) == (401, "invalid_api_key")  # type: ignore[index]
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
     assert call(locked.stack.grpc, "client", locked.key, tls) is grpc.StatusCode.OK
 
 

@@ -278,7 +278,7 @@ def gateway() -> Target:
     router = ScriptedRouter(_tokenizer())
     observer = Observer(Metrics(MODEL), _tokenizer())
     limits = replace(LIMITS, max_context=256)
-    frontend = Frontend(router, _tokenizer(), limits, observer, "tiny-draft")  # type: ignore[arg-type]
+    frontend = Frontend(router, _tokenizer(), limits, observer, "tiny-draft")
 
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}

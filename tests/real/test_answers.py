@@ -100,4 +100,4 @@ def test_a_stop_string_ends_an_answer_and_its_count(client: OpenAI) -> None:
     )
     (choice,) = answer.choices
     assert choice.finish_reason == "stop" and "9" not in choice.text and "8" in choice.text
-    assert answer.usage.completion_tokens == len(choice.token_ids)  # type: ignore[union-attr, attr-defined]
+    assert answer.usage.completion_tokens == len(choice.token_ids)

@@ -33,7 +33,7 @@ def test_exact_tokens_are_those_of_transformers(client: OpenAI, target: str, tok
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt)
         how = {"model": "real", "temperature": 0, "max_tokens": GENERATED, "extra_body": {"return_token_ids": True}}
-        served = client.completions.create(prompt=ids, **how).choices[0].token_ids  # type: ignore[attr-defined]
+        served = client.completions.create(prompt=ids, **how).choices[0].token_ids
         with torch.inference_mode():
             logits = model(torch.tensor([[*ids, *served]])).logits[0, len(ids) - 1 : -1].float()
         behind = logits.max(-1).values - logits.gather(1, torch.tensor(served)[:, None])[:, 0]

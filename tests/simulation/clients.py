@@ -50,7 +50,7 @@ class Request:
             temperature=self.temperature,
             seed=7,
             n=self.choices,
-            exactness=self.exactness,  # type: ignore[arg-type]
+            exactness=self.exactness,
             stop_token_ids=self.stop,
         )
 

@@ -84,7 +84,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
     def init_staging(staging: Staging, *given: Any) -> None:
         make_staging(staging, *given)
-        staging._device, staging._sent = torch.zeros_like(staging._host), Event()  # type: ignore[assignment]
+        staging._device, staging._sent = torch.zeros_like(staging._host), Event()
         for name, tensor in staging.device.items():
             start = tensor.data_ptr() - staging._host.data_ptr()
             part = staging._device[start : start + tensor.nbytes]

@@ -56,7 +56,7 @@ class Case:
         kept = [tensor.clone() for tensor in before]
         pairs: list[Choice] = list(zip(_moved(self.sources), _moved(self.outs), strict=True))[:choices]
         previous = None if self.previous is None else self.previous.to(DEVICE)
-        taken = advance_rows(*given_, previous, pairs, PAGE, backend)  # type: ignore[arg-type]
+        taken = advance_rows(*given_, previous, pairs, PAGE, backend)
         assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
         changed = [taken, *given_[2], *(out for _, out in pairs)]
         return [tensor.cpu() for tensor in changed]
@@ -91,7 +91,7 @@ def _moved(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return copies on the device, of the same strides."""
     moved = []
     for tensor in tensors:
-        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).clone().to(DEVICE)  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).clone().to(DEVICE)
         moved.append(whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
     return moved
 

@@ -40,7 +40,7 @@ def take_turns(served: TimedTarget, exactness: m.Exactness, agents: int = AGENTS
             texts[agent] += [*answer, *(random.randrange(VOCAB) for _ in range(ADDED))]
             heappush(turns, (clock.now + PAUSE, agent, turn + 1))
 
-    served._emit = take  # type: ignore[method-assign]
+    served._emit = take
     while turns or not verifier.is_idle:
         if verifier.is_idle:
             clock.now = max(clock.now, turns[0][0])

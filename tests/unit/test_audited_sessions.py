@@ -106,7 +106,7 @@ def test_sessions_audit_in_the_same_steps(clock: Clock) -> None:
             steps.append((sparse, sum(item.input.audit is not None for item in step.rounds)))
         return step
 
-    world.verifier.plan_step = watched  # type: ignore[method-assign]
+    world.verifier.plan_step = watched
     world.run()
     with_audits = [sparse for sparse, count in steps if count]
     assert len(with_audits) > 3 and not any(with_audits), "all or none"

@@ -96,7 +96,7 @@ class Run:
         settings, lines = Autoscaling(max_targets=3, kv_use=0.5, out_delay=0, in_delay=0), self.fleet.streams
         fleet: Any = self.fleet
         turn = asyncio.Lock()
-        self.autoscaler = Autoscaler(settings, 1, lines, lines, self.directories, fleet, turn)  # type: ignore[arg-type]
+        self.autoscaler = Autoscaler(settings, 1, lines, lines, self.directories, fleet, turn)
 
     @property
     def found(self) -> list[str]:

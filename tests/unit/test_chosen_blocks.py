@@ -61,6 +61,6 @@ def test_the_mean_of_a_page_is_written_once_it_is_full(backend: str, eight_bit: 
     means = torch.full((9, 2, 24), 7.0, device=DEVICE)
     slots = torch.tensor([4 * 16 + 14, 4 * 16 + 15, 2 * 16, -1, 16 + 15], device=DEVICE)
     numbers = torch.tensor([8, 8, 3, -1, 6], device=DEVICE)
-    write_page_means(pages, means, slots, numbers, backend, scales if eight_bit else None)  # type: ignore[arg-type]
+    write_page_means(pages, means, slots, numbers, backend, scales if eight_bit else None)
     torch.testing.assert_close(means[[8, 6]], read[[4, 1]].mean(2))
     assert bool((means[[0, 1, 2, 3, 4, 5, 7]] == 7).all())

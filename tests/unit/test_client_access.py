@@ -92,7 +92,7 @@ async def test_requests_at_once_are_counted_until_their_stream_ends(router: Scri
             yield item
             await gate.wait()
 
-    router.stream = stream  # type: ignore[method-assign]
+    router.stream = stream
     async with running_gateway(router, callers=callers(requests=1)) as url:
         client = Client(url, "alice")
         async with aiohttp.ClientSession(url, headers=bearer("alice")) as session:

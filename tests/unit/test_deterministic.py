@@ -104,7 +104,7 @@ class Probe:
             self.ran.append(Ran(inputs, shape, last[0]))
             return started
 
-        passes.step_of, passes.start_step = noted_step, noted_start  # type: ignore[method-assign]
+        passes.step_of, passes.start_step = noted_step, noted_start
 
     def read(self, tokens: list[int], cut: int = 0) -> SequenceKV:
         """Read a prompt, in two parts if `cut` is a place within it."""
@@ -421,7 +421,7 @@ def test_whatever_happens_three_levels_say_what_is_said_without_a_draft(
         link = world.attach()
         if breaks:
             wait = [lambda: None] * 30
-            world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]  # type: ignore[list-item]
+            world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]
         found = said(world, resumed)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     assert resumed or found == plain

@@ -169,7 +169,7 @@ def test_sessions_come_and_go(seed: int, aborted: set[int], pages: int) -> None:
     made.world.target.beside = rng.choice([0, 2])
     names = [made.world.open(prompt, rng.choice([3, 25])) for prompt in prompts(made.world.rng, 6, longest=90)]
     for number in aborted:
-        made.world.script += [lambda: None] * rng.randrange(8) + [lambda name=names[number]: made.world.abort(name)]  # type: ignore[misc]
+        made.world.script += [lambda: None] * rng.randrange(8) + [lambda name=names[number]: made.world.abort(name)]
     made.run()
     for number, name in enumerate(names):
         if number not in aborted or made.world.ended(name):
@@ -219,7 +219,7 @@ def test_three_levels_give_what_plain_decoding_gives(
         under_way = made.world.verifier.under_way
         for item in under_way.rounds if under_way is not None else []:
             assert not item.is_void
-            assert item.input.light == all(each.screens for each in under_way.rounds)  # type: ignore[union-attr]
+            assert item.input.light == all(each.screens for each in under_way.rounds)
 
     made.world.script = [check] * 1500
     made.run()
@@ -278,7 +278,7 @@ def test_a_draft_step_that_fails_costs_no_token(clock: Clock) -> None:
             raise RuntimeError("no room for a round")
         return drafts(requests)
 
-    made.world.drafter.runner.draft_rounds = fail_once  # type: ignore[method-assign]
+    made.world.drafter.runner.draft_rounds = fail_once
 
     async def serve() -> None:
         def plan() -> Step | None:
@@ -313,7 +313,7 @@ def test_what_a_draft_says_wrongly_ends_the_drafting_of_its_session_alone(clock:
     def garble(event: m.DraftEvent) -> None:
         said.append(event)
         wrong = isinstance(event, m.Proposals) and len(said) == 4
-        send(replace(event, tokens=[VOCAB] * len(event.tokens)) if wrong else event)  # type: ignore[type-var]
+        send(replace(event, tokens=[VOCAB] * len(event.tokens)) if wrong else event)
 
     made.steps._target.send = garble
     made.run()
@@ -327,7 +327,7 @@ def test_what_a_draft_says_wrongly_ends_the_drafting_of_its_session_alone(clock:
 
 def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
     sizes = {"kv_tokens": tokens, "kv_memory": memory, "max_context": 300, "max_sessions": 2}
-    return target_settings(device="cpu", placement="together", gamma=3, **sizes)  # type: ignore[arg-type]
+    return target_settings(device="cpu", placement="together", gamma=3, **sizes)
 
 
 def test_both_models_have_room_for_the_same_sessions() -> None:

@@ -82,7 +82,7 @@ def test_every_linear_layer_is_kept_in_8_bits_alone(tied: bool, tmp_path: Path) 
         assert torch.equal(one.values.values.view(torch.uint8), rounded.values.view(torch.uint8))
         assert torch.equal(one.values.scales, rounded.scales) and one.dtype == torch.bfloat16
     assert isinstance(head.values, Tensor) and (head.values is decoder_of(held).embedding) == tied
-    assert torch.equal(head.values, of_head.values)  # type: ignore[arg-type]
+    assert torch.equal(head.values, of_head.values)
     numbers, rows = sum(each.values.nbytes for each in of_whole) // 2, sum(each.outputs for each in of_whole)
     assert decoder_of(held).weight_bytes == numbers + 4 * rows + head.values.nbytes
     assert decoder_of(whole).weight_bytes == 2 * numbers + head.values.nbytes

@@ -172,7 +172,7 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
             items.append((i, {"tokens": chosen, "logits": "all", "read": read, "drafted": drafted}))
         plain, judged = pair.forward(items)
         drafted_all = [rest["drafted"] for _, rest in items]
-        wanted = judge_rounds([output.logits for output in plain[:3]], drafted_all[:3])  # type: ignore[misc]
+        wanted = judge_rounds([output.logits for output in plain[:3]], drafted_all[:3])
         logits = plain[3].logits
         assert logits is not None
         (by_rules,) = judge_by_rules(logits[None], [replace(drafted_all[3], rules=rules_apart)])

@@ -33,7 +33,7 @@ def made(bits: int, outputs: int, inputs: int, group: int, seed: int = 0) -> tup
     plain = values.float() - (0 if zeros is None else zeros.float().repeat_interleave(group, 1))
     plain *= scales.float().repeat_interleave(group, 1)
     on_device = [None if each is None else each.to(DEVICE) for each in (values, scales, zeros)]
-    return group_weight(*on_device, DTYPE), plain.to(DEVICE)  # type: ignore[arg-type]
+    return group_weight(*on_device, DTYPE), plain.to(DEVICE)
 
 
 def inputs_of(rows: int, inputs: int) -> Tensor:
@@ -63,7 +63,7 @@ def test_integers_of_a_word_come_from_its_lowest_bits_on(words: list[int]) -> No
 
 def in_ptx(asm: str, words: tuple[int, int], addend: float) -> list[float]:
     """What a GPU makes of two words by these instructions, as PTX's manual has them: two float16 numbers."""
-    permuted, masked = re.search(r"prmt\.b32 two, \$1, \$2, (\d+);.*two, (0x\w+), 0x64006400, 0xea", asm).groups()  # type: ignore[union-attr]
+    permuted, masked = re.search(r"prmt\.b32 two, \$1, \$2, (\d+);.*two, (0x\w+), 0x64006400, 0xea", asm).groups()
     octets = b"".join(word.to_bytes(4, "little") for word in words)
     two = int.from_bytes(bytes(octets[int(permuted) >> 4 * place & 7] for place in range(4)), "little")
     bits = two & int(masked, 16) | 0x64006400  # 0xea: of three numbers, the first and the second, or the third
@@ -95,7 +95,7 @@ def test_few_rows(rows: int, outputs: int, inputs: int, group: int, gated: bool,
         gates, ups = wanted.chunk(2, 1)
         wanted = F.silu(gates) * ups
     for backend in ("triton", "torch"):
-        check(linear(x, LinearWeight(weight, bias), backend, gated), wanted)  # type: ignore[arg-type]
+        check(linear(x, LinearWeight(weight, bias), backend, gated), wanted)
 
 
 @BITS

@@ -218,7 +218,7 @@ def test_greedy_texts_and_proposals_at_any_verdict(
     hooks = Hooks(judge=ImposedVerdicts(0.7)) if imposed else NO_HOOKS
     service = Service(target[0], tmp_path / "head", hooks, opens=ranks > 1, tensor_parallel_size=ranks)
     if imposed:  # else steps would keep alternatives by verdicts of their own
-        service.verifier.runner.alternatives_beside = lambda gamma: 0  # type: ignore[method-assign]
+        service.verifier.runner.alternatives_beside = lambda gamma: 0
     texts = texts_of(70, 2, 5, 33)
     names = [service.open(text, 30, Sampling(0.0, seed=index)) for index, text in enumerate(texts)]
     service.run()

@@ -573,10 +573,10 @@ async def test_log_probabilities_of_a_response(client: AsyncOpenAI, router: Scri
     router.answer = "The sea"
     plain = await client.responses.create(model=MODEL, input="Hello", include=include)
     record = router.opened[-1]
-    told = plain.output[0].content[0].logprobs  # type: ignore[union-attr]
-    assert [entry.token for entry in told] == [router.tokenizer.decode([token]) for token in record.generated]  # type: ignore[union-attr]
+    told = plain.output[0].content[0].logprobs
+    assert [entry.token for entry in told] == [router.tokenizer.decode([token]) for token in record.generated]
     without = await client.responses.create(model=MODEL, input="Hello", top_logprobs=2)
-    assert without.output[0].content[0].logprobs == []  # type: ignore[union-attr]
+    assert without.output[0].content[0].logprobs == []
     assert not router.opened[-1].asked.wants_logprobs
 
 

@@ -90,7 +90,7 @@ def test_layers_one_after_the_other(backend: str) -> None:
                     tensor[place] = source[origin]
     done = torch.zeros(layers, dtype=torch.int32, device=DEVICE)
     home = [tuple(on_host(tensor) for tensor in pair) for pair in sources]
-    copies = layer_copies(home, destinations, torch.device(DEVICE))  # type: ignore[arg-type]
+    copies = layer_copies(home, destinations, torch.device(DEVICE))
     lists = origins.int().to(DEVICE), places.int().to(DEVICE), ints(counts)
     gather_layers(copies, *lists, done, programs, backend)
     for layer in range(layers):

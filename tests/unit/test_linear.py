@@ -185,7 +185,7 @@ def test_many_rows_over_8_bits(rows: int, outputs: int, inputs: int, biased: boo
     for backend in BACKENDS:
         in_slices = backend == "triton" and outputs % 16
         read = x if in_slices else read_in_eight_bits(x)
-        out = many_rows_linear(x, weight.values, weight.bias, backend)  # type: ignore[arg-type]
+        out = many_rows_linear(x, weight.values, weight.bias, backend)
         assert out.dtype == dtype
         check(out, exactly(read, weight), 6)
 
@@ -197,7 +197,7 @@ def test_a_layer_held_in_8_bits_goes_by_its_rows(rows: int, gated: bool) -> None
     x = x.to(weight.dtype)
     computes = DEVICE == "cuda" or rows <= MOST_ROWS or not gated  # the interpreter has no arithmetic of bfloat16
     for backend in BACKENDS if computes else ["torch"]:
-        out = linear(x, weight, backend, gated)  # type: ignore[arg-type]
+        out = linear(x, weight, backend, gated)
         read = x if rows <= MOST_ROWS else read_in_eight_bits(x)
         check(out, exactly(read, weight, gated), 6)
         assert (rows <= MOST_ROWS) == torch.allclose(out.double(), exactly(x, weight, gated), rtol=2**-6, atol=2**-6)

@@ -187,10 +187,10 @@ def test_what_is_guessed_before_a_draft_is_asked_changes_no_token(
 ) -> None:
     """Whoever drafts, gives way or leaves meanwhile."""
     how = {"pages": pages, "draft_pages": pages, "lookup": True, "prefill_chunk": 64, "ahead": not in_target}
-    world = World(clock, seed, Leaping(agreement=agreement), branches=1 if in_target else branches, **how)  # type: ignore[arg-type]
+    world = World(clock, seed, Leaping(agreement=agreement), branches=1 if in_target else branches, **how)
     names = [world.open(prompt, 150) for prompt in prompts(random.Random(seed), 4, 30)]
     if in_target:
-        world.run = Turns(world).run  # type: ignore[method-assign]
+        world.run = Turns(world).run
     else:
         world.attach()
     world.run_and_check_greedy(names, aborted)

@@ -69,7 +69,7 @@ class Side:
                 if start < length
             ]
             logits += [output.logits for output in self.runner.forward(inputs)]
-        return logits  # type: ignore[return-value]
+        return logits
 
     def round(self, turn: int, choices: list[BlockSelection | None], judged: bool) -> list[Tensor]:
         """The logits of a round, or its verdicts; some of its tokens are taken back."""
@@ -87,7 +87,7 @@ class Side:
         for i, kv in enumerate(self.sequences):
             self.kv.truncate(kv, kv.length - (turn + i) % 3)
         self.fetched += sum(output.tokens_fetched for output in outputs)
-        return [torch.tensor(o.verdict) if judged else o.logits for o in outputs]  # type: ignore[misc]
+        return [torch.tensor(o.verdict) if judged else o.logits for o in outputs]
 
     def announced(self, rng: np.random.Generator, newest: float = 0.0) -> list[BlockSelection | None]:
         """newest: a share of the blocks, the newest ones, that each row has; 0: each row has others, at random."""

@@ -241,7 +241,7 @@ def alone(
 ) -> Machine:
     """Return a machine with sessions that stay."""
     made = machine(seed)
-    made.factors, made.true = {}, replace(made.true, **({"draft_pass": 0.15} | true))  # type: ignore[arg-type]
+    made.factors, made.true = {}, replace(made.true, **({"draft_pass": 0.15} | true))
     for _ in range(sessions):
         made.add(Client(context, acceptance, 1e9, announces))
     return made
@@ -310,7 +310,7 @@ def test_a_trial_in_vain_is_no_pause() -> None:
     for now, rate in ((1.0, 1e9), (2.0, 0.0)):  # the tried plan turns out slower than plain rounds, then much faster
         policy._trials._held_in_vain = 3
         policy._trials._begin(tried := replace(tried, held=8), load, 100.0, 0.0)
-        policy.gains.rates = lambda plans, at, rate=rate: {PLAIN: rate, tried: 1.0}  # type: ignore[misc]
+        policy.gains.rates = lambda plans, at, rate=rate: {PLAIN: rate, tried: 1.0}
         policy.note_step(Ended(now, 1, 1, replace(load, tokens=9000)))  # of another bucket
         assert policy.plan == (PLAIN if rate else tried) and policy._trials._held_in_vain == (3 if rate else 0)
     assert policy.counters == {"drafting_probes": 2, "drafting_pauses": 0}
@@ -407,7 +407,7 @@ def test_choices_are_apart_by_time_and_by_rounds() -> None:
         policy._since = 0
         chosen.append(policy._ended)
 
-    policy.choose = choose  # type: ignore[method-assign]
+    policy.choose = choose
     for step in range(1, 101):
         policy.note_step(Ended(0.01 * step, 6, 16, Load(6, 6_000)))
     assert all(0.029 < later - earlier < 0.05 for earlier, later in itertools.pairwise(chosen)) and len(chosen) > 20
@@ -508,7 +508,7 @@ def held_tokens(load: Load, chance: float, measured: float = 1.0, **how: float) 
     """Return how many tokens are held under a load. chance: of each to be confirmed. measured: how many times as long
     as its size says a pass takes that confirms.
     """
-    sizes = Sizes(WEIGHTS, **how)  # type: ignore[arg-type]
+    sizes = Sizes(WEIGHTS, **how)
     options = Options(Proposer.DRAFT, (4,), holds=(0, *range(5, 25)))
     policy = Policy(options, CostTable(sizes), Counter(), prior=0.8)
     policy.gains.held = Acceptance([chance])

@@ -49,8 +49,8 @@ def judge_sampled(logits: Tensor, backend: str = "torch", **drafted: Tensor) -> 
 
 
 def on_both(judge: object, given: dict[str, Tensor]) -> tuple[list[list[int]], list[list[int]]]:
-    expected = judge(**given)  # type: ignore[operator]
-    got = judge(**{name: tensor.to(DEVICE) for name, tensor in given.items()}, backend="triton")  # type: ignore[operator]
+    expected = judge(**given)
+    got = judge(**{name: tensor.to(DEVICE) for name, tensor in given.items()}, backend="triton")
     assert all(t.dtype == torch.int32 for t in (*expected, *got))
     return [t.tolist() for t in expected], [t.tolist() for t in got]
 

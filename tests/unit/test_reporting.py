@@ -38,7 +38,7 @@ def test_a_router_refuses_nothing_that_the_target_would_take(
 ) -> None:
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, pages)
     target = admission(runner, max_sessions=max_sessions, max_queued=max_queued)
-    streams = [[].append, [].append]  # type: ignore[var-annotated]
+    streams = [[].append, [].append]
     reporters = [reporter_of(target, runner, stream) for stream in streams]
     for number, (act, who, tokens) in enumerate(acts):
         if act == "open":

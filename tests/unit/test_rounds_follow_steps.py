@@ -57,13 +57,13 @@ def request_of(
     announce = None if announced is None else announcement_request(PLAN, base, announced)
     draws = uniforms(sampling.seed, base, GAMMA + 1, USE_DRAFT)
     how = {"top_k": sampling.top_k, "min_p": sampling.min_p}
-    return RoundRequest(kv, tokens, sampling.temperature, sampling.top_p, draws, announce, **how)  # type: ignore[arg-type]
+    return RoundRequest(kv, tokens, sampling.temperature, sampling.top_p, draws, announce, **how)
 
 
 def following(kv: SequenceKV, row: int, tokens: list[int], judged: int, *how: object) -> RoundRequest:
     """Return the round that follows a step which judges the last so many of these tokens."""
     bases = range(len(tokens) - judged + 1, len(tokens) + 2)
-    outcomes = [request_of(kv, [tokens[-1], 0], base, *how) for base in bases]  # type: ignore[arg-type]
+    outcomes = [request_of(kv, [tokens[-1], 0], base, *how) for base in bases]
     previous = [tokens[base - 2] for base in bases]
     draws = np.concatenate([*(each.uniforms[:1] for each in outcomes[:-1]), outcomes[-1].uniforms])
     return replace(outcomes[-1], follows=StepBefore(row, previous, draws, [each.announce for each in outcomes]))
@@ -77,7 +77,7 @@ def check_same(given: RoundOutput, expected: RoundOutput) -> None:
         ours, theirs = getattr(drafted, name), getattr(right, name)
         assert (ours is None and theirs is None) or np.array_equal(ours, theirs)
     assert (given.bitmap is None) == (expected.bitmap is None)
-    assert given.bitmap is None or np.array_equal(given.bitmap, expected.bitmap)  # type: ignore[arg-type]
+    assert given.bitmap is None or np.array_equal(given.bitmap, expected.bitmap)
 
 
 @pytest.mark.parametrize("read_share", [1.0, 0.3])
@@ -140,4 +140,4 @@ def test_a_round_that_follows_a_step_has_two_tokens_and_needs_no_host() -> None:
     others = {"tokens": [1]}, {"tokens": [], "branches": (branch,)}, {"allowed": lambda branch, drafted: np.ones(1)}
     for other in others:
         with pytest.raises(ValueError, match="runs two tokens"):
-            replace(request, **other)  # type: ignore[arg-type]
+            replace(request, **other)

@@ -20,7 +20,7 @@ ROOMY = Report(number=1, free_places=60, free_kv_pages=10_000, queue_places=1000
 def view(name: str, cached: list[int] | None = None, **load: float) -> TargetView:
     """A target that holds the pages of a text, and has room where nothing else is said."""
     made = TargetView(name)
-    made.take(replace(ROOMY, indexed=list(prefix_hashes(cached or [])), **load))  # type: ignore[arg-type]
+    made.take(replace(ROOMY, indexed=list(prefix_hashes(cached or [])), **load))
     return made
 
 

@@ -180,7 +180,7 @@ def test_only_steps_that_screen_wholly_run_by_the_weights_for_that(clock: Clock)
         assert all(item.light == (screen == {True}) for item in rounds)
         return forward(inputs)
 
-    world.target.forward = watched  # type: ignore[method-assign]
+    world.target.forward = watched
     finish(world, *names)
     assert kinds[False, True] > 20 and kinds[False, False] > 5, kinds
 
@@ -244,7 +244,7 @@ def test_whatever_happens_only_confirmed_tokens_leave(
         world = screened(clock, seed, model, most, faults=Faults(faults, jumps=faults), **how)
         link = world.attach()
         if breaks:
-            world.script = [*[lambda: None] * 30, lambda: world.detach(link), *[lambda: None] * 20, world.attach]  # type: ignore[list-item]
+            world.script = [*[lambda: None] * 30, lambda: world.detach(link), *[lambda: None] * 20, world.attach]
         names = [world.open(prompt, 40, stop=[seed % VOCAB]) for prompt in prompts(world.rng, 5)]
         world.run_and_check_greedy(names, aborted)
         check_kv(world)
@@ -297,7 +297,7 @@ def test_whatever_happens_rules_follow_confirmed_tokens_alone(
         link = world.attach()
         if breaks and most:
             wait = [lambda: None] * 25
-            world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]  # type: ignore[list-item]
+            world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]
         prompts = ([7 + n] * 30 for n in range(4))
         names = [world.open(prompt, 40, sampling, stop=[END], grammar=source) for prompt in prompts]
         finish(world)

@@ -28,7 +28,7 @@ WEIGHT_TOKENS = 16.1e9 / 131072
 
 
 def sizes(**how: float) -> Sizes:
-    return Sizes(WEIGHT_TOKENS, **how)  # type: ignore[arg-type]
+    return Sizes(WEIGHT_TOKENS, **how)
 
 
 def chosen(sizes: Sizes, load: Load, chance: float = OF_SELF, most: int = 8) -> int:
@@ -74,7 +74,7 @@ def test_a_round_drafts_only_behind_one_that_weighed_the_kv() -> None:
 
 
 def self_drafted(clock: Clock, seed: int, model: FakeModel, **how: object) -> World:
-    return World(clock, seed, model, proposer="self", **how)  # type: ignore[arg-type]
+    return World(clock, seed, model, proposer="self", **how)
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on

@@ -89,7 +89,7 @@ class Session:
 
     def plan(self, drafted: int, **how: object) -> SequenceInput:
         base = len(self.tokens)
-        judged = Drafted([0] * drafted, [], self.sampling, base, committed=self.tokens, **how)  # type: ignore[arg-type]
+        judged = Drafted([0] * drafted, [], self.sampling, base, committed=self.tokens, **how)
         read = self.drafting.read(self.memory, base, drafted)
         return SequenceInput(self.kv, [self.tokens[-1], *judged.tokens], "all", read, judged)
 

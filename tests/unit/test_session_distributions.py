@@ -57,7 +57,7 @@ def draw(clock: Clock, levels: int, kinds: Collection[str] = tuple(RULED), each:
     for number, kind in enumerate(kinds):
         how = {"stop": stops_of(kind), "grammar": TRIPLES if kind == "grammar" else ""}
         seeds = range(1000 * number, 1000 * number + each)
-        names[kind] = [world.open(prompt, MOST, replace(RULED[kind], seed=seed), **how) for seed in seeds]  # type: ignore[arg-type]
+        names[kind] = [world.open(prompt, MOST, replace(RULED[kind], seed=seed), **how) for seed in seeds]
     world.run()
     world.check_nothing_left()
     counted, (drafted, accepted) = world.verifier.counters, totals(world)

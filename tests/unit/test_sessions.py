@@ -398,7 +398,7 @@ def test_a_session_that_is_too_long_for_the_draft_is_decoded_plainly(clock: Cloc
             begun[event.at.session] += 1
         send(event)
 
-    link.target_end.send = count  # type: ignore[method-assign]
+    link.target_end.send = count
     long, short = world.open([1] * 40, 20), world.open([2] * 20, 20)
     finish(world, long, short)
     assert not any(commit.drafted for commit in world.commits[long])

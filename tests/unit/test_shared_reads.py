@@ -86,7 +86,7 @@ def test_rounds_read_and_remember_the_same(gamma: int) -> None:
             outputs = runner.forward(inputs)
             for reader, output in zip(mine, outputs, strict=True):
                 reader.finish(output)
-            logits.append([output.logits.cpu() for output in outputs])  # type: ignore[union-attr]
+            logits.append([output.logits.cpu() for output in outputs])
             blocks.append([None if output.blocks is None else output.blocks.cpu() for output in outputs])
             for i, kv in enumerate(held):  # some are rejected
                 runner.kv.truncate(kv, kv.length - (turn + i) % 3)

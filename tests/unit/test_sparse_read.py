@@ -95,7 +95,7 @@ def attend(runner: ModelRunner, prompt: SequenceKV, selector: Fixed, block_size:
     """Logits of the last tokens of a twin whose layers read what the selector says."""
     plan = uniform_plan(LAYERS, KV_HEADS, 1, 1, block_size=block_size)
     reader = LayerReader(RIVALS["oracle"], plan)
-    reader._selector = selector  # type: ignore[assignment]
+    reader._selector = selector
     twin = fork(runner.kv, prompt)
     item = SequenceInput(twin, TOKENS[PREFIX:], "all")
     reader.read(Rounds(PREFIX, len(TOKENS) - PREFIX, 1), torch.zeros(1, 1, 1, -(-len(TOKENS) // block_size)))
@@ -266,6 +266,6 @@ def test_forks_do_not_reach_each_other(runner: ModelRunner, prompt: SequenceKV) 
     again = fork(runner.kv, prompt)
     (first,) = runner.forward([SequenceInput(again, TOKENS[PREFIX:], "all")])
     (wanted,) = run(runner, prompt, None)
-    assert torch.equal(first.logits, wanted)  # type: ignore[arg-type]
+    assert torch.equal(first.logits, wanted)
     for kv in (one, other, again):
         runner.kv.release(kv)

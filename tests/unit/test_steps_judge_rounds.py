@@ -50,7 +50,7 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
 def request_of(kv: SequenceKV, text: list[int], sampling: Sampling) -> RoundRequest:
     draws = uniforms(sampling.seed, len(text), GAMMA + 1, USE_DRAFT)
     how = {"top_k": sampling.top_k, "min_p": sampling.min_p}
-    return RoundRequest(kv, text[-1:], sampling.temperature, sampling.top_p, draws, None, **how)  # type: ignore[arg-type]
+    return RoundRequest(kv, text[-1:], sampling.temperature, sampling.top_p, draws, None, **how)
 
 
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS)

@@ -527,7 +527,7 @@ def test_a_copy_counts_for_what_the_page_held_then(monkeypatch: pytest.MonkeyPat
         kv._copy_to_store()
         event = SimpleNamespace(arrived=False)
         event.query = lambda event=event: event.arrived
-        kv.store._copies[-1] = kv.store._copies[-1][0], event  # type: ignore[assignment]
+        kv.store._copies[-1] = kv.store._copies[-1][0], event
         copied.append((list(sequence.pages[:1]), event))
         if kind == 1:
             kv.release(sequence)

@@ -119,7 +119,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
         tokens = sum(len(item.tokens) for item in inputs)
         rows = LAYERS * KV_HEADS
         reads = [
-            output.blocks_read * item.read.block_size / rows if _is_sparse(item) else item.kv.length  # type: ignore[union-attr]
+            output.blocks_read * item.read.block_size / rows if _is_sparse(item) else item.kv.length
             for item, output in zip(inputs, outputs, strict=True)
         ]
         costs = self._costs
@@ -354,7 +354,7 @@ class TimedPair(Timed):
         """Have this share of the target's KV lie on the host; such a part of it is fetched anew where it is listed."""
         self.target.cold, self.target.anew = share, anew
         self.target.chains_steps = self.target.chains_rounds = False
-        self.target.kv.is_resident = lambda sequence: False  # type: ignore[method-assign]
+        self.target.kv.is_resident = lambda sequence: False
 
     def run_until_idle(self) -> None:
         self._at(self.clock.now, lambda: self._advance(self._target))

@@ -324,7 +324,7 @@ class World:
     def run_and_check_greedy(self, names: list[str], aborted: Container[int]) -> None:
         """Run to the end, with some sessions aborted on the way; the others must say what plain decoding says."""
         for name in (name for number, name in enumerate(names) if number in aborted):
-            self.script += [lambda: None] * 20 + [lambda name=name: self.abort(name)]  # type: ignore[misc]
+            self.script += [lambda: None] * 20 + [lambda name=name: self.abort(name)]
         self.run()
         for name in (name for number, name in enumerate(names) if number not in aborted):
             self.check_greedy(name)
