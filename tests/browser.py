@@ -73,7 +73,6 @@ class Page:
 @contextlib.asynccontextmanager
 async def browsing(address: str, width: int = 1280, height: int = 900, dark: bool = False) -> AsyncIterator[Page]:
     """Open an address in a Chromium of its own while the context lasts."""
-    assert CHROMIUM is not None
     with TemporaryDirectory(prefix="specahead-browser-", ignore_cleanup_errors=True) as folder:
         flags = (*FLAGS, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank")
         silent = asyncio.subprocess.DEVNULL

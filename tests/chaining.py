@@ -44,7 +44,6 @@ class ChainingRunner(TargetOrDraftRunner):
         lengths, known, begins = [item.kv.length for item in requests], [], []
         for item in requests:
             before = item.follows
-            assert before is not None
             accepted, token, alternative = verdicts[before.row]
             item.kv.length -= before.judged - accepted
             tokens = [before.previous[accepted] if alternative < 0 else alternative, token]
@@ -73,7 +72,6 @@ class ChainingRunner(TargetOrDraftRunner):
         for item, of_chain, length, output in zip(inputs, known, lengths, outputs, strict=True):
             self._accept_alternative(item, of_chain, length, output)
             item.kv.length = length + item.rows
-            assert output.verdict is not None
             accepted, following = output.verdict
             other = NO_ALTERNATIVE if output.alternative is None else output.alternative
             verdicts.append((max(0, accepted - item.held), following, other))
@@ -84,7 +82,6 @@ class ChainingRunner(TargetOrDraftRunner):
         self, item: SequenceInput, of_chain: SequenceInput, length: int, output: SequenceOutput
     ) -> None:
         """Judge once more what a step accepts, with the alternative behind it if that is what follows."""
-        assert item.draft_row is not None and output.verdict is not None and of_chain.drafted is not None
         (left,) = self._chain.rounds[item.draft_row].branches
         accepted, following = output.verdict
         if accepted >= item.alternatives or left.alternatives is None or not of_chain.drafted.sampling.greedy:
@@ -104,7 +101,6 @@ class ChainingRunner(TargetOrDraftRunner):
     def _known(self, item: SequenceInput) -> SequenceInput:
         if item.draft_row is None:
             return item
-        assert item.drafted is not None
         of_round = self._chain.rounds[item.draft_row]
         (left,) = of_round.branches
         count = len(item.drafted.tokens) - item.held

@@ -44,7 +44,6 @@ def _changed(client: OpenAI, model: str, index: int, prompt: list[int], generate
     tokens = [*prompt, *answer.token_ids]
     assert len(tokens) > len(prompt), f"prompt {index} has no answer"
     scored = client.completions.create(prompt=tokens, max_tokens=0, echo=True, logprobs=1, **how).choices[0].logprobs
-    assert scored is not None and scored.token_logprobs is not None and scored.top_logprobs is not None
     leads = [
         max(best.values()) - own
         for best, own in zip(scored.top_logprobs[len(prompt) :], scored.token_logprobs[len(prompt) :], strict=True)

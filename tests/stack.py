@@ -121,7 +121,6 @@ def start_service(*command: str) -> tuple[subprocess.Popen[str], str]:
     """Run `python COMMAND…` with one thread until it says where it listens."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=variables)
-    assert process.stdout is not None
     line = process.stdout.readline()
     match = re.search(r"at (\S+:\d+)", line)
     if match is None:

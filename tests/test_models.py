@@ -64,9 +64,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 @pytest.fixture(scope="module")
 def report(settings: Settings) -> Report:
-    report = train(settings)
-    assert report is not None
-    return report
+    return train(settings)
 
 
 # The bundled pair

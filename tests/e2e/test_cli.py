@@ -101,7 +101,6 @@ def test_interrupting_generate_ends_its_request(stack: Stack) -> None:
     heeding = "import os, sys; from signal import *; signal(SIGINT, SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", heeding, SPECAHEAD, "generate", *flags]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.read(20)
         assert metric(stack.http, "num_requests_running") == 1
         process.send_signal(signal.SIGINT)

@@ -38,7 +38,6 @@ def test_a_start_that_waits_for_room_in_a_joined_ray_stops_when_told(ray_address
     process = _launch_on_gpu(*("--namespace", "waiting"), **RAY_ENVIRONMENT, RAY_ADDRESS=ray_address)
     said = ""
     try:
-        assert process.stderr is not None
         while "waiting until Ray has room for target and draft" not in said:
             line = process.stderr.readline()
             assert line, said

@@ -30,9 +30,7 @@ ON_CPU = ("--device", "cpu")  # where ranks share the device
 
 def listening(target: subprocess.Popen[str]) -> tuple[str, int]:
     """Return where a target listens, and the process id of its rank 1."""
-    assert target.stdout is not None
     found = re.search(r"at (\S+:\d+)", target.stdout.readline())
-    assert found is not None
     return found.group(1), rank_of(target.pid)
 
 
@@ -62,7 +60,6 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
         runner.forward([SequenceInput(kv, prompt[:-1])])
         for _ in range(NEW_TOKENS):
             (output,) = runner.forward([SequenceInput(kv, tokens[-1:], "last")])
-            assert output.logits is not None
             tokens.append(int(output.logits.argmax()))
         runner.kv.release(kv)
         found.append(tokens[len(prompt) :])
@@ -122,7 +119,6 @@ def check_greedy(runner: ModelRunner, prompt: list[int], found: list[int]) -> No
     """Check that each token is the likeliest one by KV that is not rounded, up to what rounding to 8 bits decides."""
     assert len(found) == NEW_TOKENS
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt + found, "all")])
-    assert output.logits is not None
     logits = output.logits[len(prompt) - 1 : -1]
     assert float((logits.amax(1) - logits[range(len(found)), found]).max()) < 0.5
 

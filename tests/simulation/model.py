@@ -131,7 +131,6 @@ class ScriptedRunner(ChainingRunner):
 
     def _draft_for_itself(self, item: SequenceInput) -> None:
         """Draft all tokens of a round except the first."""
-        assert item.drafted is not None
         checksum = self._read(item.kv, item.kv.length)
         for index in range(len(item.drafted.tokens)):
             checksum = zlib.crc32(bytes([item.tokens[index]]), checksum)
@@ -167,7 +166,6 @@ class ScriptedRunner(ChainingRunner):
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         self._fault()
-        assert self._rounds is not None
         for item in requests:
             self.kv.grow(item.kv, item.kv.length + item.tokens_written(self._rounds.gamma))
             if item.moved is not None:
@@ -222,7 +220,6 @@ class ScriptedRunner(ChainingRunner):
 
 def _selection(request: AnnouncementRequest, settings: RoundSettings, base: int, token: int) -> np.ndarray:
     """Return arbitrary blocks of `base` tokens that change from round to round: uint64 [rows, words]."""
-    assert settings.announcer is not None
     rows, blocks = len(settings.announcer.heads), -(-base // PAGE_SIZE)
     bitmap = np.full((rows, row_words(blocks)), token * 0x9E3779B97F4A7C15 % 2**64, np.uint64)
     bitmap[:, -1] &= last_word_mask(blocks)

@@ -188,7 +188,6 @@ class FakeRunner(ChainingRunner):
 
     def _draft_for_itself(self, item: SequenceInput) -> None:
         """Draft one token after the other by `own_draft`, over lists that a budget gives."""
-        assert item.read is not None and item.drafted is not None
         length = item.kv.length + len(item.tokens)
         if len(item.tokens) > 1:
             self.lists_drafted_by.append(self._lists_of(item.read, length))
@@ -350,7 +349,6 @@ class FakeRunner(ChainingRunner):
 
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         self._fail()
-        assert self._rounds is not None
         assert len({id(item.kv) for item in requests}) == len(requests)
         for item in requests:
             self.kv.grow(item.kv, item.kv.length + item.tokens_written(self._rounds.gamma))
@@ -458,7 +456,6 @@ def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) ->
 def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Tensor) -> np.ndarray:
     """weights: [queries, layers, heads, blocks], of each query"""
     announcer = settings.announcer
-    assert announcer is not None
     evidence = weights.mean(0)[None]
     before = torch.zeros(1, len(announcer.heads), -(-evidence.shape[-1] // 64), dtype=torch.int64)
     if request.before is not None:

@@ -61,7 +61,6 @@ def packed(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """Words of 4-bit integers: of each eight of a row, number order[i] lies at the bits from 4 i on."""
     eights = numbers.to(torch.int64).unflatten(1, (-1, 8))
     words = sum(eights[..., source] << 4 * place for place, source in enumerate(order))
-    assert isinstance(words, Tensor)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 

@@ -31,7 +31,6 @@ def take_turns(served: TimedTarget, exactness: m.Exactness, agents: int = AGENTS
 
     def take(event: m.ServedEvent) -> None:
         emit(event)
-        assert isinstance(event, m.Commit)
         at, agent, turn, answer = asked[event.at.session]
         if turn and not answer:
             waits.append(clock.now - at)

@@ -88,7 +88,6 @@ class Watched(Auditor):
 
     def note_round(self, item: VerifyRound, output: SequenceOutput, accepted: int) -> None:
         audit, found = item.session.reading.audit, output.divergence
-        assert audit is not None
         divergence = 0.0 if found is None else float(found[: accepted + 1, 0].sum())
         base = len(item.session.tokens)
         self.rounds.append(Round(base, accepted + 1, divergence, found is not None and self._due, audit.is_exact))

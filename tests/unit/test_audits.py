@@ -92,7 +92,6 @@ def test_an_audited_round_is_a_dense_one(runner: ModelRunner, sampling: Sampling
     (dense,), (dense_kv,) = step.run(step.input(0))
     (sparse,), _ = step.run(step.input(0, read=budget_of(LENGTHS[0], DRAFTED[0], ()), judged=False))
     (whole,), _ = step.run(step.input(0, judged=False))
-    assert sparse.logits is not None and whole.logits is not None
     (beside,), _ = step.run(step.input(1, read=budget_of(LENGTHS[1], DRAFTED[1], ())))
 
     with patch.object(ModelRunner, "_start", autospec=True, side_effect=ModelRunner._start) as passes:
@@ -102,7 +101,6 @@ def test_an_audited_round_is_a_dense_one(runner: ModelRunner, sampling: Sampling
     assert audited.verdict == dense.verdict and audited.blocks_read is None
     torch.testing.assert_close(values[1], dense_kv, atol=1e-5, rtol=1e-5)
     assert (other.verdict, other.blocks_read, other.divergence) == (beside.verdict, beside.blocks_read, None)
-    assert audited.divergence is not None
     wanted = divergence(sparse.logits, whole.logits)
     np.testing.assert_allclose(audited.divergence, wanted.cpu().numpy(), atol=2e-4)
     assert audited.divergence.shape == (DRAFTED[0] + 1, 3) and audited.divergence[:, 0].min() > 1e-3
@@ -113,7 +111,6 @@ def test_reading_everything_does_not_diverge(runner: ModelRunner) -> None:
     read = budget_of(LENGTHS[1], DRAFTED[1], ())
     read.budget.first = read.budget.last
     (output,), _ = step.run(step.input(1, audit=Audit(read)))
-    assert output.divergence is not None
     np.testing.assert_allclose(output.divergence, [[0, 0, 1]] * (DRAFTED[1] + 1), atol=1e-4)
 
 

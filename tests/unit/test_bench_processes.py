@@ -25,7 +25,6 @@ def test_none_outlives_the_benchmark(then: str) -> None:
     """`sys.stdin.read()`: the benchmark is killed while it waits."""
     command = [sys.executable, "-c", STARTS_ONE.format(then=then)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as benchmark:
-        assert benchmark.stdout is not None
         child = psutil.Process(int(benchmark.stdout.readline()))
         if then == "sys.stdin.read()":
             wait_for(lambda: "-m" in child.cmdline(), 20, "it asked the kernel to be ended")

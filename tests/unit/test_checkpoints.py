@@ -36,9 +36,7 @@ ROTARY: dict[str, dict[str, Any]] = {
 
 
 def load(folder: Path) -> Decoder:
-    decoder = load_model(str(folder), torch.float32, "cpu").decoder
-    assert isinstance(decoder, Decoder)
-    return decoder
+    return load_model(str(folder), torch.float32, "cpu").decoder
 
 
 def parts_of(description: Any) -> dict[str, Any]:

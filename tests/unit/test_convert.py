@@ -127,7 +127,6 @@ def test_each_proposal_of_a_round_is_found_by_its_outcome(event: m.Proposals, da
     index = data.draw(st.integers(0, len(event.counts) - 1))
     base, assumed = event.outcomes[index]
     found = event.after(base, assumed)
-    assert found is not None
     start = sum(event.counts[:index])
     assert (found.at, found.assumed_token) == (event.at._replace(base=base), assumed)
     assert found.tokens == event.tokens[start : start + event.counts[index]]

@@ -164,7 +164,6 @@ def check_a_pass_over_many_tokens(probe: Probe, count: int, weighs: bool, beside
     tokens, rows = [TEXT[PROMPT]], []
     for _ in range(count):
         row, output = probe.run(round_of(one, tokens[-1:], SAMPLED), [])
-        assert output.verdict is not None
         rows.append(row)
         tokens.append(output.verdict[1])
     others = [screening(probe, number, 1 + number) for number in range(3)] if beside else []
@@ -262,7 +261,6 @@ def generate(
     made = Generated([[] for _ in SERVED], counters=verifier.counters)
 
     def emit(event: m.ServedEvent) -> None:
-        assert isinstance(event, m.Commit)
         made.tokens[int(event.at.session)] += event.tokens
         made.accepted += event.accepted + sum(event.screening_accepted)
 

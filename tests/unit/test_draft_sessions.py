@@ -189,7 +189,6 @@ def failing() -> tuple[DraftStand, FakeRunner]:
     """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d" in one step."""
     stand = DraftStand(overlaps=False, pages=100)
     runner = stand.drafter.runner
-    assert isinstance(runner, FakeRunner)
     stand.sent.clear()
     for name in "bcd":
         stand.drafter.receive(stand.peer, begin(name))

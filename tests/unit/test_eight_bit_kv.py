@@ -173,7 +173,6 @@ def nll(runner: ModelRunner, tokens: list[int]) -> float:
     sequence, logits = SequenceKV(), list[Tensor]()
     for start in range(0, len(tokens), 500):
         (output,) = runner.forward([SequenceInput(sequence, tokens[start : start + 500], "all")])
-        assert output.logits is not None
         logits.append(output.logits)
     runner.kv.release(sequence)
     wanted = torch.tensor(tokens[1:], device=logits[0].device)
@@ -245,7 +244,6 @@ def test_a_prefix_is_reused_and_tokens_are_taken_back(target: LoadedModel, scale
     runner.forward([SequenceInput(alone, prompt[:96])])
     outputs.append(runner.forward([SequenceInput(alone, prompt[96:], "all")]))
     (one,), (other,) = outputs
-    assert one.logits is not None and other.logits is not None
     assert torch.equal(one.logits, other.logits)
     pages = runner.kv.k_pages[3][:, :, :].view(torch.uint8)
     assert torch.equal(pages[second.pages[-1], :, :4], pages[alone.pages[-1], :, :4])
@@ -262,7 +260,6 @@ def test_a_target_and_its_draft_are_opened_as_the_settings_say() -> None:
     )
     assert settings.own_draft.kv_cache_dtype == "fp8"
     target, draft = open_models(settings, 0)
-    assert draft is not None
     plain, _ = open_models(replace(settings, kv_cache_dtype="auto", draft="none", placement="apart"), 0)
     for opened in (target, draft):
         assert {part.dtype for part in (*opened.runner.kv.k_pages, *opened.runner.kv.v_pages)} == {EIGHT_BITS}

@@ -17,7 +17,6 @@ from specahead.engine.loading.memory import bytes_of_weights
 from specahead.engine.loading.model import LoadedModel, load_model
 from specahead.engine.loading.opening import open_model
 from specahead.engine.model import quantization
-from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.quantization import Storage
 from specahead.kernels.linear import MOST_ROWS, EightBitWeight, LinearWeight, quantize
 from target_service.service import open_models
@@ -50,13 +49,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Loaded
     return load_model(str(folder), dtype, "cpu", **how)
 
 
-def decoder_of(loaded: LoadedModel) -> Decoder:
-    assert isinstance(loaded.decoder, Decoder)
-    return loaded.decoder
-
-
 def linears_of(loaded: LoadedModel) -> list[LinearWeight]:
-    decoder = decoder_of(loaded)
+    decoder = loaded.decoder
     return [*(weight for layer in decoder.layers for weight in layer.linears), decoder.lm_head]
 
 
@@ -81,15 +75,15 @@ def test_every_linear_layer_is_kept_in_8_bits_alone(tied: bool, tmp_path: Path) 
         rounded = quantize(other.values)
         assert torch.equal(one.values.values.view(torch.uint8), rounded.values.view(torch.uint8))
         assert torch.equal(one.values.scales, rounded.scales) and one.dtype == torch.bfloat16
-    assert isinstance(head.values, Tensor) and (head.values is decoder_of(held).embedding) == tied
+    assert isinstance(head.values, Tensor) and (head.values is held.decoder.embedding) == tied
     assert torch.equal(head.values, of_head.values)
     numbers, rows = sum(each.values.nbytes for each in of_whole) // 2, sum(each.outputs for each in of_whole)
-    assert decoder_of(held).weight_bytes == numbers + 4 * rows + head.values.nbytes
-    assert decoder_of(whole).weight_bytes == 2 * numbers + head.values.nbytes
+    assert held.decoder.weight_bytes == numbers + 4 * rows + head.values.nbytes
+    assert whole.decoder.weight_bytes == 2 * numbers + head.values.nbytes
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    kept = decoder_of(held).weight_bytes + (0 if tied else decoder_of(held).embedding.nbytes)
+    kept = held.decoder.weight_bytes + (0 if tied else held.decoder.embedding.nbytes)
     assert kept == pytest.approx(bytes_of_weights(config, torch.bfloat16, Storage(8)), rel=0.05)
-    copied = decoder_of(held).with_eight_bit_weights()
+    copied = held.decoder.with_eight_bit_weights()
     assert all(weight.eight_bit is None for layer in copied.layers for weight in layer.linears)
 
 
@@ -112,7 +106,6 @@ def dequantised(folder: Path) -> LoadedModel:
     loaded = load(folder)
     with torch.inference_mode():
         for weight in linears_of(loaded)[:-1]:
-            assert isinstance(weight.values, Tensor)
             weight.values.copy_(quantize(weight.values).in_order())
     return loaded
 
@@ -135,8 +128,7 @@ def test_experts_give_what_transformers_gives_by_dequantised_weights(tmp_path: P
     model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | mixture)).eval()
     model.save_pretrained(tmp_path)
     held = load(tmp_path, quantization="fp8")
-    for layer in decoder_of(held).layers:
-        assert layer.experts is not None
+    for layer in held.decoder.layers:
         assert isinstance(layer.experts.gate_up, EightBitWeight) and isinstance(layer.experts.down, EightBitWeight)
     found, ids = logits(held, 7), torch.randint(0, 97, (7,), generator=torch.Generator().manual_seed(7))[None]
     with torch.no_grad():
@@ -146,12 +138,12 @@ def test_experts_give_what_transformers_gives_by_dequantised_weights(tmp_path: P
                 weight.copy_(quantize(weight).in_order())
         torch.testing.assert_close(found, model(ids).logits[0], atol=1e-4, rtol=1e-3)
     assert not torch.allclose(found, plain, atol=1e-4)
-    assert decoder_of(held).weight_bytes < decoder_of(load(tmp_path)).weight_bytes / 3
-    shares = [decoder_of(held).read_share(rows) for rows in (0, 1, 2, 1000)]
+    assert held.decoder.weight_bytes < load(tmp_path).decoder.weight_bytes / 3
+    shares = [held.decoder.read_share(rows) for rows in (0, 1, 2, 1000)]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
     assert (shares[1] - shares[0]) / (1 - shares[0]) == pytest.approx(1 / 3)  # 2 of 6 experts
     with pytest.raises(NotImplementedError, match="second copies of weights, in 8 bits, are not built for mixtures"):
-        decoder_of(held).with_eight_bit_weights()
+        held.decoder.with_eight_bit_weights()
 
 
 def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
@@ -162,7 +154,6 @@ def test_random_weights_are_held_in_8_bits_too(folder: Path) -> None:
 def test_a_target_is_opened_as_its_settings_say_and_its_draft_in_16_bits() -> None:
     settings = TargetSettings(quantization="fp8", placement="together", device="cpu", max_context=200, kv_tokens=320)
     target, draft = open_models(replace(settings, max_sessions=1), 0)
-    assert draft is not None
     plain, _ = open_models(replace(settings, quantization="none", draft="none", placement="apart"), 0)
     runners: list[Any] = [target.runner, draft.runner, plain.runner]
     held = [isinstance(each.decoder.layers[0].qkv.values, EightBitWeight) for each in runners]

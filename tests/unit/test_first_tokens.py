@@ -64,7 +64,6 @@ def test_the_pass_of_a_prompts_end_gives_what_a_round_after_it_gives(runner: Mod
         runner.forward([SequenceInput(kv, prompt[:-1])])
         drafted = judged(prompt, [], sampling, logprobs)
         (first,) = runner.forward([SequenceInput(kv, prompt[-1:], "all", drafted=drafted)])
-        assert first.verdict is not None
         proposed = [first.verdict[1], 7, 8] if proposes else []
         runner.kv.truncate(kv, len(prompt) - 1)
         drafted = judged(prompt, proposed, sampling, logprobs)
@@ -102,7 +101,6 @@ class Steps:
         name = self.world.open(prompt, 4, exactness=self.exactness)
         for count in itertools.count(1):
             step = self.world.verifier.plan_step()
-            assert step is not None
             self.world.verifier.finish_step(step, self.world.verifier.execute(step))
             if self.world.commits[name]:
                 return count
@@ -137,7 +135,6 @@ def test_a_proposal_that_is_here_is_judged_with_the_prompts_end(clock: Clock) ->
         while link.to_target:
             world._deliver(link, link.to_target)
         step = world.verifier.plan_step()
-        assert step is not None
         world.verifier.finish_step(step, world.verifier.execute(step))
         steps += 1
     assert steps == 3 and world.commits[name][0].drafted == world.commits[name][0].accepted == 4

@@ -89,7 +89,6 @@ class Pair:
         length = kv.length
         (output,) = self.plain.forward([SequenceInput(kv, after, "last")])
         self.plain.kv.truncate(kv, length)
-        assert output.logits is not None
         return int(output.logits.argmax())
 
     def check(self, items: list[tuple[int, dict[str, Any]]]) -> None:
@@ -174,7 +173,6 @@ def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> No
         drafted_all = [rest["drafted"] for _, rest in items]
         wanted = judge_rounds([output.logits for output in plain[:3]], drafted_all[:3])
         logits = plain[3].logits
-        assert logits is not None
         (by_rules,) = judge_by_rules(logits[None], [replace(drafted_all[3], rules=rules_apart)])
         wanted.append(by_rules.verdict)
         assert len(judged[3].logprobs) == wanted[3][0] + 1

@@ -113,7 +113,6 @@ def read_of_ahead(plan: Plan, announced: Tensor, memory: Tensor) -> Tensor:
     """
     selection = BlockSelection.from_matrix(announced.flatten(0, 1).numpy())
     read = Reader(plan).read(selection, BASE, LENGTH)
-    assert read is not None
     budget = read.budget
     bitmap = torch.from_numpy(budget.bitmap.view("int64").copy())[None]
     numbers = (budget.first, budget.last, 50, budget.room, 0)
@@ -162,7 +161,6 @@ def test_tokens_read_include_summaries(reports: bool) -> None:
     reader = Reader(plan, report_blocks=reports)
     announced = announce(evidence_of(0).mean(0), plan, BASE)
     read = reader.read(announced, BASE, LENGTH)
-    assert read is not None
     assert read.group_means
     assert read.report_blocks == reports
     blocks = torch.rand(LAYERS, KV_HEADS, 50, generator=torch.Generator().manual_seed(0)) < 0.3

@@ -25,7 +25,6 @@ from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.config import load_config
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.model.decoder import Decoder
 from specahead.engine.model.families import weight_shapes
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
@@ -246,7 +245,6 @@ def test_logits_over_kv_in_8_bits_equal_the_reference(tiny: Tiny, wanted: Tensor
 def test_logits_of_tokens_that_share_a_choice_equal_the_reference(tiny: Tiny, wanted: Tensor) -> None:
     """As `specahead evaluate sharing` measures them. They are others than of tokens that choose for themselves."""
     loaded, shared = load_model(tiny.folder, torch.float32, DEVICE), reference(tiny, text(), [*map(first_of, AT)])
-    assert isinstance(loaded.decoder, Decoder) and loaded.decoder.block_rule is not None
     with torch.inference_mode():
         got = logits_of(loaded, loaded.decoder.block_rule, torch.tensor(text(), device=DEVICE), 4).cpu()
     assert ((got - shared).abs().amax(1) > 1e-3).float().mean() <= FLIPS
@@ -260,7 +258,6 @@ def first_of(position: int) -> int:
 
 def test_what_sharing_changes_is_measured_against_a_choice_of_each_token(tiny: Tiny) -> None:
     loaded = load_model(tiny.folder, torch.float32, DEVICE)
-    assert isinstance(loaded.decoder, Decoder) and loaded.decoder.block_rule is not None
     rule = loaded.decoder.block_rule
     reader = Reader("tiny", partial(logits_of, loaded, rule), rule.dense_below, str(rule), None)
     dense, own, shared = measure([reader], [text(240), text(241)[1:]], [0, 1, 4])
@@ -283,7 +280,6 @@ def generate(runner: ModelRunner, proposals: list[list[int]], count: int) -> tup
         drafted = [(guess(base + i) + offset) % 97 for i, offset in enumerate(offsets)]
         judged = Drafted(drafted, [], Sampling(0.0), base)
         (output,) = runner.forward([SequenceInput(kv, [tokens[-1], *drafted], "all", drafted=judged)])
-        assert output.verdict is not None
         accepted, following = output.verdict
         tokens += [*drafted[:accepted], following]
         choosers += [base - 1] * (accepted + 1)
@@ -355,7 +351,6 @@ def test_several_sequences_run_in_one_step_and_share_prefixes(tiny: Tiny) -> Non
         each = zip((first, second, short), texts, strict=True)
         inputs = [SequenceInput(kv, tokens[-1:], "all") for kv, tokens in each]
         for output, logits in zip(runner.forward(inputs), wanted, strict=True):
-            assert output.logits is not None
             torch.testing.assert_close(output.logits[-1].float().cpu(), logits, rtol=1e-3, atol=1e-3)
     assert isinstance(runner.kv, TieredKV)
     assert runner.kv.counters.fetched_pages > 0

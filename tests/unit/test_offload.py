@@ -128,7 +128,6 @@ class Outcome:
 
     @property
     def tiered(self) -> TieredKV:
-        assert isinstance(self.kv, TieredKV)
         return self.kv
 
     @property
@@ -152,7 +151,6 @@ def run(model: Any, gpu_pages: int, case: Case) -> Outcome:
         if isinstance(side.kv, TieredKV):
             side.kv.check_integrity()
     pool = side.kv.means
-    assert pool is not None
     groups = [slot for kv in side.sequences for slot in kv.groups]
     means = [values[:, groups].cpu() for values in (pool.k, pool.v, pool.k_variance)]
     return Outcome(outputs, means, side.kv, before, side.fetched)

@@ -163,7 +163,6 @@ def reference_by_token(case: Case, block_size: int, means: GroupMeans | None = N
                 scores = list(keys[seen, kv_head] @ q * SCALE)
                 vectors = list(values[seen, kv_head])
                 for g in range(count):
-                    assert means is not None
                     slot, size = int(means.tables[i, g]), means.group_size
                     unread = size - int(listed[g * size : (g + 1) * size].sum())
                     k, v, var = (x[slot, kv_head].double().numpy() for x in (means.k, means.v, means.k_variance))

@@ -179,7 +179,6 @@ class Sessions(RuleBasedStateMachine):
         self.kv.release(session.kv)
         assert (session.kv.pages, session.kv.length) == ([], 0)
         record = self.ledger.close(name)
-        assert record is not None
         assert record.generated == session.tokens[session.prompt :]
         del self.live[name]
         assert self.ledger.apply(Commit(At(name, 0, 0, len(session.tokens)), [1])) is None

@@ -197,7 +197,6 @@ class Target:
 
     def step(self) -> None:
         step = self.verifier.plan_step()
-        assert step is not None
         self.verifier.finish_step(step, self.verifier.execute(step))
 
     @property
@@ -306,7 +305,6 @@ def generate(pages: int, backing_pages: int = 0) -> tuple[list[list[int]], int]:
     made: dict[str, list[int]] = {str(number): [] for number in range(4)}
 
     def emit(event: m.ServedEvent) -> None:
-        assert isinstance(event, m.Commit)
         made[event.at.session] += event.tokens
 
     for number, name in enumerate(made):

@@ -139,7 +139,6 @@ def test_what_is_left_before_a_short_part_is_a_piece_where_it_is_worth_one(monke
         monkeypatch.setattr(prompt_reads, "WORTH_THE_REST", worth)
         reads = plan(case)
         (ends,) = reads.parts
-        assert isinstance(ends, Ends)
         pieces.append([[len(piece) * PAGE // KV_HEADS for piece in part.before] for part in ends.parts])
         torch.testing.assert_close(attend(case, reads), case.dense(), atol=1e-5, rtol=1e-4)
     assert pieces == [[[STEP, REST], [STEP], []], [[STEP], [STEP], []]]

@@ -15,7 +15,6 @@ from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.model.decoder import Decoder
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.sparsity.plan import uniform_plan
@@ -70,7 +69,6 @@ class Served:
         self.verifier = Verifier(self.runner, PLAN, settings)
         loaded = load_model(str(folder), torch.float32, DEVICE)
         torch.manual_seed(1)
-        assert isinstance(loaded.decoder, Decoder)
         with torch.inference_mode():
             for layer in loaded.decoder.layers:
                 for weight in layer.linears:
@@ -98,7 +96,6 @@ class Served:
         self.verifier.admission.open(opened, self._emit)
 
     def _emit(self, event: m.ServedEvent) -> None:
-        assert isinstance(event, m.Commit)
         self.commits[event.at.session].append(event)
 
     def said(self, name: str) -> list[int]:

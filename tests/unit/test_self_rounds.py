@@ -15,7 +15,6 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.kv.tiered import TieredKV
 from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.loading.runner import make_runner
-from specahead.engine.model.decoder import Decoder
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.judging import Drafted
 from specahead.engine.sampling.logit_rules import rules_of
@@ -71,7 +70,6 @@ def runner(folder: Path) -> ModelRunner:
 
 
 def tiers_of(runner: ModelRunner) -> TieredKV:
-    assert isinstance(runner.kv, TieredKV)
     return runner.kv
 
 
@@ -94,7 +92,6 @@ class Session:
         return SequenceInput(self.kv, [self.tokens[-1], *judged.tokens], "all", read, judged)
 
     def commit(self, item: SequenceInput, output: SequenceOutput) -> list[int]:
-        assert output.verdict is not None
         accepted, following = output.verdict
         committed = [*item.tokens[1 : accepted + 1], following]
         self.tokens += committed
@@ -112,7 +109,6 @@ def decoded(runner: ModelRunner, prompt: list[int], count: int) -> list[int]:
     runner.forward([SequenceInput(kv, prompt[:-1])])
     for _ in range(count):
         (output,) = runner.forward([SequenceInput(kv, [found[-1]], "last")])
-        assert output.logits is not None
         found.append(int(output.logits.argmax()))
     runner.kv.release(kv)
     return found
@@ -129,7 +125,6 @@ def drafting_wrongly(folder: Path) -> ModelRunner:
     """Return a runner whose weights for what is judged later find the unlikeliest tokens."""
     loaded = load_model(str(folder), torch.float32, DEVICE)
     decoder = loaded.decoder
-    assert isinstance(decoder, Decoder)
     how = {"drafting": replace(decoder, lm_head=LinearWeight(-decoder.lm_head.values)), "step_queries": GAMMA + 1}
     runner = make_runner(loaded, 1000 * PAGE_SIZE, 0, 400, **how)
     runner.kv.keep_group_means(PLAN.group_size, 1000)
@@ -222,7 +217,6 @@ def test_sampled_tokens_have_the_targets_distribution(runner: ModelRunner) -> No
         judged = Drafted([0] * GAMMA, [], sampling, len(prompt))
         item = SequenceInput(twin, [prompt[-1], *judged.tokens], "all", session.plan(GAMMA).read, judged)
         (output,) = runner.forward([item])
-        assert output.verdict is not None
         outcomes.append([*item.tokens[1 : output.verdict[0] + 1], output.verdict[1]])
         accepted += output.verdict[0]
         runner.kv.release(twin)
@@ -239,7 +233,6 @@ def dense_probs(runner: ModelRunner, text: list[int], sampling: Sampling) -> dic
     kv = SequenceKV()
     (output,) = runner.forward([SequenceInput(kv, text, "last")])
     runner.kv.release(kv)
-    assert output.logits is not None
     return probs_of_row(output.logits[0].cpu().numpy().astype(np.float64), sampling)
 
 
@@ -326,7 +319,6 @@ def test_rounds_over_tiers_are_those_without(
         items = [session.plan(GAMMA if step else 0, **how) for session in sides]
         outputs = [session.runner.forward([item])[0] for session, item in zip(sides, items, strict=True)]
         assert items[0].tokens == items[1].tokens and outputs[0].verdict == outputs[1].verdict
-        assert outputs[0].verdict is not None
         accepted += outputs[0].verdict[0]
         assert outputs[0].tokens_fetched == 0 < outputs[1].tokens_fetched
         # Of groups that are complete now means were made, of what was brought together for that.
@@ -350,7 +342,6 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers() -> None
 
     def emit(event: m.ServedEvent) -> None:
         nonlocal fetched
-        assert isinstance(event, m.Commit)
         served[event.at.session] += event.tokens
         fetched += event.figures.kv_tokens_fetched
 

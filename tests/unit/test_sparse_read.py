@@ -183,7 +183,6 @@ def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunn
         for read in reads:  # nothing is read in any case the next time
             read.budget.bitmap = np.zeros_like(read.budget.bitmap)
     for (size, dense), first, second in zip(sizes, *kept, strict=True):
-        assert first.blocks is not None
         assert second.blocks is not None
         assert first.blocks.shape[2] == -(-len(TOKENS) // size)
         assert first.blocks[list(dense)].all()
@@ -191,8 +190,6 @@ def test_budgets_of_several_shapes_are_shared_out_side_by_side(runner: ModelRunn
         assert first.blocks_read == first.blocks[sparse].sum() < first.blocks[sparse].numel()
         assert torch.equal(second.blocks, first.blocks), "what was read is remembered, nothing else is"
     alone, other = kept[0][0].blocks, kept[0][-1].blocks
-    assert alone is not None
-    assert other is not None
     assert torch.equal(alone, other)
 
 

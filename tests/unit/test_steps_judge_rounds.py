@@ -84,7 +84,6 @@ def test_it_judges_what_the_rounds_leave(
         tokens, supports = drafts[i].tokens[:count], list[Support]()
         ids, probs = drafts[i].ids, drafts[i].probs
         if not chosen[i].greedy:
-            assert ids is not None and probs is not None
             supports = [Support(*of_token) for of_token in zip(ids[:count], probs[:count], strict=True)]
         drafted = replace(judged[i], tokens=tokens, supports=supports)
         known.append(replace(item, tokens=[texts[i][-1], *tokens], drafted=drafted, draft_row=None))

@@ -147,7 +147,6 @@ async def test_only_who_opened_a_session_may_abort_it() -> None:
         assert isinstance(first, m.Commit)
         await other.send(m.Abort("a"))
         outcome = await ours.outcome("a")
-        assert isinstance(outcome, m.Commit)
         assert outcome.finish_reason is m.FinishReason.LENGTH
 
 
@@ -165,7 +164,6 @@ async def test_a_session_that_cannot_be_leaves_its_stream_to_the_others(sampling
         await ours.send(opening("good", 30))
         await ours.send(opening("bad", 30, sampling))
         outcome = await ours.outcome("bad")
-        assert isinstance(outcome, m.Closed)
         assert outcome.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
         assert isinstance(await ours.outcome("good"), m.Commit)
 
@@ -261,11 +259,9 @@ async def test_logits_that_are_no_numbers_end_their_session_and_no_other() -> No
         await ours.send(opening("good", 40))
         await ours.send(replace(opening("bad", 40), tokens=[30, *PROMPT[1:]]))
         outcome = await ours.outcome("bad")
-        assert isinstance(outcome, m.Closed)
         assert outcome.code == grpc.StatusCode.INTERNAL.value[0]
         assert "NaN" in outcome.message
         good = await ours.outcome("good")
-        assert isinstance(good, m.Commit)
         assert good.finish_reason is m.FinishReason.LENGTH
         await ours.send(replace(opening("same prompt", 2), tokens=[30, *PROMPT[1:]]))
         first = await anext(ours.events())

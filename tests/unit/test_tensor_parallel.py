@@ -42,7 +42,6 @@ from specahead.engine.sampling.judging import Drafted
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadShape
-from specahead.kernels.linear import EightBitWeight, LinearWeight
 from specahead.kernels.mixture import ExpertWeight
 from specahead.lab.benchmarks.rank_sums import captured
 from specahead.sparsity.reader import Reader
@@ -79,19 +78,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def part_of(folder: Path, ranks: Ranks, **how: Any) -> Decoder:
-    decoder = load_model(str(folder), torch.float32, "cpu", ranks=ranks, **how).decoder
-    assert isinstance(decoder, Decoder)
-    return decoder
-
-
-def whole(part: LinearWeight) -> Tensor:
-    assert isinstance(part.values, Tensor)
-    return part.values
-
-
-def rounded(part: LinearWeight) -> Tensor:
-    assert isinstance(part.values, EightBitWeight)
-    return part.values.in_order()
+    return load_model(str(folder), torch.float32, "cpu", ranks=ranks, **how).decoder
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -108,7 +95,7 @@ def test_parts_put_together_are_the_model(folder: Path, count: int) -> None:
             ("down", 1, (96,)),
         ):
             assert torch.equal(
-                from_parts([whole(getattr(each, name)) for each in own], sizes, dim), whole(getattr(layer, name))
+                from_parts([getattr(each, name).values for each in own], sizes, dim), getattr(layer, name).values
             )
         if layer.out.bias is not None:
             assert torch.equal(sum(each.out.bias for each in own), layer.out.bias)
@@ -134,12 +121,11 @@ def test_parts_that_are_rounded_to_eight_bits(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**SIZES | {"attention_bias": False})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     of_all = load_model(str(tmp_path), torch.float32, "cpu", quantization="fp8").decoder
-    assert isinstance(of_all, Decoder)
     parts = [part_of(tmp_path, Ranks(rank, 2), quantization="fp8") for rank in (0, 1)]
     for index, layer in enumerate(of_all.layers):
         for name, dim, sizes, near in (("gate_up", 0, (96, 96), 0.0), ("down", 1, (96,), 0.07)):
-            together = from_parts([rounded(getattr(each.layers[index], name)) for each in parts], sizes, dim)
-            torch.testing.assert_close(together, rounded(getattr(layer, name)), rtol=near, atol=near / 50)
+            together = from_parts([getattr(each.layers[index], name).values.in_order() for each in parts], sizes, dim)
+            torch.testing.assert_close(together, getattr(layer, name).values.in_order(), rtol=near, atol=near / 50)
 
 
 @pytest.mark.parametrize("form", ["16 bits", "fp8 blocks"])
@@ -159,9 +145,7 @@ def test_every_expert_is_split(tmp_path: Path, form: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     of_all = load_model(str(tmp_path), torch.float32, "cpu").decoder
     parts = [part_of(tmp_path, Ranks(rank, 2)) for rank in (0, 1)]
-    assert isinstance(of_all, Decoder)
     for index, layer in enumerate(of_all.layers):
-        assert layer.experts is not None
         for name, dim, sizes in (("gate_up", 1, (256, 256)), ("down", 2, (256,))):
             whole, *halves = (
                 numbers(getattr(decoder.layers[index].experts, name)).unflatten(0, (4, -1))
@@ -170,7 +154,6 @@ def test_every_expert_is_split(tmp_path: Path, form: str) -> None:
             assert torch.equal(from_parts(halves, sizes, dim), whole)
         for part in parts:
             own = part.layers[index].experts
-            assert own is not None
             assert torch.equal(own.router, layer.experts.router)
 
 
@@ -245,7 +228,6 @@ def check_logits_of_two_ranks(settings: TargetSettings, counts: tuple[int, ...])
         found.append([output.logits for output in outputs])
     processes.stop()
     for one, two in zip(*found, strict=True):
-        assert one is not None
         assert one.std() > 0.1
         torch.testing.assert_close(two, one, atol=2e-3, rtol=1e-3)
     return split.kv.totals
@@ -260,8 +242,6 @@ def open_both_ways(settings: TargetSettings) -> Iterator[Both]:
     """Yield a model's runner in this process alone, and one over two ranks. Only one group of ranks can be open."""
     processes = RankProcesses(settings)
     alone, split = open_model(replace(settings, tensor_parallel_size=1)).runner, opened(processes, settings).runner
-    assert isinstance(alone, ModelRunner)
-    assert isinstance(split, ModelRunner)
     try:
         for runner in (alone, split):
             runner.keep_memories(8)
@@ -279,10 +259,7 @@ def test_kv_in_eight_bits_and_in_tiers(device: str) -> None:
     settings = replace(SETTINGS, device=device, kv_cache_dtype="fp8", kv_tokens=480, host_kv_memory=0.04)
     with open_both_ways(settings) as runners:
         alone, split = (runner.kv for runner in runners)
-        assert isinstance(alone, TieredKV)
-        assert isinstance(split, TieredKV)
-        assert alone.scales is not None
-        assert split.scales is not None
+        assert isinstance(alone, TieredKV) and isinstance(split, TieredKV)
         own = split.ranks.own(alone.kv_heads)
         assert torch.equal(split.scales.scales, alone.scales.scales[:, :, own])
         torch.testing.assert_close(split.scales.centers, alone.scales.centers[:, :, own], atol=1e-4, rtol=1e-4)
@@ -367,7 +344,6 @@ def check_one_budget(runners: Both, rounds: int) -> None:
             outputs = runner.forward(inputs)
             for reader, output in zip(readers, outputs, strict=True):
                 reader.finish(output)
-                assert output.blocks is not None
                 blocks.append(output.blocks.cpu())
                 read.append(output.blocks_read)
         chosen.append(blocks)
@@ -403,7 +379,6 @@ def drafted_both_ways(runners: Both, sampling: Sampling, budget: float) -> tuple
             read = drafting.read(memory, len(found), drafted)
             item = SequenceInput(kv, [found[-1], *judged.tokens], "all", read, judged)
             (output,) = runner.forward([item])
-            assert output.verdict is not None
             found += [*item.tokens[1 : output.verdict[0] + 1], output.verdict[1]]
             runner.kv.truncate(kv, len(found) - 1)
         said.append(found)
@@ -438,10 +413,8 @@ def test_steps_follow_one_another_before_the_host_has_seen_them(runners: Both) -
             launched = runner.launch([replace(item, tokens=[0], follows=0) if turn else item])
             if under_way is not None:
                 (output,) = under_way()
-                assert output.verdict is not None
                 found.append(output.verdict[1])
             under_way = launched
-        assert under_way is not None
         under_way()
         assert runner.captures_made == made
         said.append(found)
@@ -492,7 +465,6 @@ def check_sums(rank: int, port: int) -> None:
     """Add up as one of two ranks: through symmetric memory, eagerly and in a graph, and by NCCL."""
     ranks = Ranks(rank, 2)
     join(ranks, port, torch.device("cuda", rank))
-    assert parallel_ranks._small_sums is not None
     generator = torch.Generator().manual_seed(rank)
     for rows, dtype in ((1, torch.bfloat16), (40, torch.bfloat16), (7, torch.float32)):
         tensor = torch.randn(rows, 4096, generator=generator).to("cuda", dtype)

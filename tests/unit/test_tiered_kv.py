@@ -313,7 +313,6 @@ class Tiers(RuleBasedStateMachine):
         arguments = listed.lists, listed.counts, per_block * PAGE_SIZE, listed.tables
         lists, counts, size, pages = (a if isinstance(a, int) else a.to(DEVICE) for a in arguments)
         done = kv.fetch_plan(lists, counts, size, pages, round)
-        assert done is not None
         assert int(done.overflow) == overflow
         assert int(done.transfers.counts.sum()) == fetched
         for layer in range(LAYERS):
@@ -554,13 +553,11 @@ def test_what_layers_chose_last_is_prefetched() -> None:
         lists = torch.from_numpy(chosen).int().expand(LAYERS, 1, HEADS, -1).contiguous()
         listed = Listed(lists, torch.full(lists.shape[:3], room, dtype=torch.int32), tables, 1)
         fetcher = kv.chosen_fetcher(tables.to(DEVICE), next_round(kv), last)
-        assert fetcher is not None
         lines = kv.memory.tables.line_of
         there = sum(int(lines[layer, row]) >= 0 for layer in range(LAYERS) for row in listed.rows(layer))
         for layer in range(LAYERS):
             of_layer = BlockLists(lists[layer].to(DEVICE), listed.counts[layer].to(DEVICE), PAGE_SIZE)
             slots = fetcher(layer, of_layer).slots
-            assert slots is not None
             listed.check(kv, slots.expand(LAYERS, *slots.shape), layer, [(sequence, tuple(tokens))])
         return there, fetcher.end().tolist()
 

@@ -58,7 +58,6 @@ def test_padding_is_never_chosen(sides: tuple[OpenedModel, OpenedModel]) -> None
     tokens = list(range(300, 340))
     for side, source in zip(sides, (models.DRAFT, models.TARGET), strict=True):
         (output,) = side.runner.forward([SequenceInput(SequenceKV(), tokens, "all")])
-        assert output.logits is not None
         unpadded = load_module(str(source), torch.float32, "cpu", "eager")
         with torch.inference_mode():
             wanted = unpadded(torch.tensor([tokens])).logits[0]

@@ -251,7 +251,6 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
     drafter = Drafter(runner, plan, draft_settings(max_sessions=SESSIONS, **settings))
     drafter.warm_up()
     prepare(runner)
-    assert runner._rounds is not None
     graphs = runner._rounds._graphs, runner.passes.graphs
     shapes = [set(each.by_shape) for each in graphs]
     sent: list[DraftEvent] = []
@@ -279,7 +278,6 @@ def _verdict(session: DraftSession, accepted: int, gamma: int) -> Verdict:
 
     gamma: tokens that are wanted of the next one.
     """
-    assert session.present is not None
     *proposed, guess = session.present.drafted.tokens
     accepted = min(accepted, len(proposed))
     extra = guess if accepted == len(proposed) else (proposed[accepted] + 1) % 4096

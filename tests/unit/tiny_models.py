@@ -74,7 +74,6 @@ def logits_of_prompt(loaded: LoadedModel, prompt: list[int], given: Logits = "al
     """Return the logits of a prompt of at most 400 tokens, or of its last token, in float32."""
     runner = make_runner(loaded, 1024, max_context=400)
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, given)])
-    assert output.logits is not None
     return output.logits.float()
 
 
