@@ -19,6 +19,7 @@ from specahead.engine.steps.requests import DraftedTokens, RoundOutput, RoundReq
 from specahead.engine.steps.rules import ChangedLogits
 from tests.unit.distributions import Draws, changed_logits, cut_probs
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, TABLE, VOCAB, FakeModel, FakeRunner
+from tests.unit.steps import take_step
 from tests.unit.world import World
 
 DRAFT, SPARSE, DENSE = 0, 1, 2  # levels
@@ -123,9 +124,7 @@ class ManySessions(World):
         assert not self.busy(), "sessions are open, and nothing happens any more"
 
     def _advance_wholly(self, actor: Any) -> bool:
-        step = actor.plan_step()
-        if step is not None:
-            actor.finish_step(step, actor.execute(step))
+        step = take_step(actor)
         (link,) = self.links
         for event in link.to_target:
             self.verifier.protocol.receive(link.target_end, event)

@@ -35,6 +35,7 @@ from target_service.policy import Policy
 from target_service.session import DraftPeer, TargetSession
 from target_service.verifier import Verifier
 from tests.settings import target_settings
+from tests.unit.steps import take_step
 from tests.unit.test_graphs import CONFIGS, DEVICE
 
 PLAN = uniform_plan(3, 2, 1, 1)
@@ -102,12 +103,9 @@ class Target:
                 self.ended[event.at.session] = event.finish_reason
 
     def step(self) -> bool:
-        step = self.verifier.plan_step()
-        if step is None:
-            return False
-        self.left += step.asynchronous
-        self.verifier.finish_step(step, self.verifier.execute(step))
-        return True
+        step = take_step(self.verifier)
+        self.left += step is not None and step.asynchronous
+        return step is not None
 
     def run(self, asks: list[Ask]) -> None:
         """Open and abort sessions as asked, and step until all have ended."""

@@ -38,6 +38,7 @@ from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.fake_models import GREEDY, PinnedFakeRunner
+from tests.unit.steps import run_steps
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
 from tests.unit.test_screening import Blurs, ScreeningRunner, Screens, check_kv
 from tests.unit.world import Faults, World
@@ -268,8 +269,7 @@ def generate(
         verifier.admission.open(
             m.Open(str(name), text, len(text), tokens, [], sampling, m.Exactness.EXACT, **asked), emit
         )
-    while (step := steps.plan_step()) is not None:
-        steps.finish_step(step, steps.execute(step))
+    run_steps(steps)
     return made
 
 

@@ -38,6 +38,7 @@ from tests.settings import draft_settings
 from tests.unit.distributions import changed_row
 from tests.unit.fake_models import limit_support
 from tests.unit.inline import Inline
+from tests.unit.steps import run_steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # A budget by which there is something to announce in short contexts.
@@ -102,8 +103,7 @@ class Side:
         for event in events:
             self.drafter.receive(self.peer, event)
         self.sent.clear()
-        while (step := self.drafter.plan_step()) is not None:
-            self.drafter.finish_step(step, self.drafter.execute(step))
+        run_steps(self.drafter)
         return list(self.sent)
 
     def decode(self, event: Proposals) -> BlockSelection:

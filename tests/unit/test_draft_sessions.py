@@ -21,6 +21,7 @@ from specahead.wire.selection_codec import decode_selection
 from tests.proposals import apart
 from tests.settings import draft_settings
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
+from tests.unit.steps import run_steps
 
 
 @dataclass
@@ -45,8 +46,7 @@ class DraftStand:
         self.sent.clear()
         for event in events:
             self.drafter.receive(self.peer, event)
-        while (step := self.drafter.plan_step()) is not None:
-            self.drafter.finish_step(step, self.drafter.execute(step))
+        run_steps(self.drafter)
         return list(self.sent)
 
     @property
@@ -154,8 +154,7 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
     peer = TargetPeer(sent.append)
     drafter.attach(peer)
     drafter.receive(peer, m.Begin(m.At("a", 0, 0, 200), prompt, GREEDY, 400, True))
-    while (step := drafter.plan_step()) is not None:
-        drafter.finish_step(step, drafter.execute(step))
+    run_steps(drafter)
     (said,) = [event for event in sent if isinstance(event, m.Proposals) and event.at.round == 0]
     proposal = only_proposal(said)
     runs = [[*prompt, *proposal.tokens[:i]] for i in range(len(proposal.tokens) + overlaps)]

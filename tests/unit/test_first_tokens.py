@@ -22,6 +22,7 @@ from specahead.wire import messages as m
 from target_service.prompts import LEAST_PART, tokens_of_step
 from tests.unit.clock import Clock
 from tests.unit.fake_models import FakeModel
+from tests.unit.steps import take_step
 from tests.unit.world import World
 
 CHUNK = 24  # of a World
@@ -100,8 +101,7 @@ class Steps:
         """Return how many steps a new session's first token takes."""
         name = self.world.open(prompt, 4, exactness=self.exactness)
         for count in itertools.count(1):
-            step = self.world.verifier.plan_step()
-            self.world.verifier.finish_step(step, self.world.verifier.execute(step))
+            assert take_step(self.world.verifier) is not None
             if self.world.commits[name]:
                 return count
         raise AssertionError
@@ -134,8 +134,7 @@ def test_a_proposal_that_is_here_is_judged_with_the_prompts_end(clock: Clock) ->
             world.draft_side.advance(world.rng)
         while link.to_target:
             world._deliver(link, link.to_target)
-        step = world.verifier.plan_step()
-        world.verifier.finish_step(step, world.verifier.execute(step))
+        assert take_step(world.verifier) is not None
         steps += 1
     assert steps == 3 and world.commits[name][0].drafted == world.commits[name][0].accepted == 4
     world.target_side.dirty = world.draft_side.dirty = True

@@ -44,6 +44,7 @@ from target_service.verifier import Verifier
 from tests.settings import draft_settings, target_settings
 from tests.unit.eagle import PlainHead, save_head
 from tests.unit.late_device import run_late
+from tests.unit.steps import decode, read_prompt, run_steps
 from tests.unit.tiny_models import save_tiny, sizes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,9 +106,7 @@ def test_a_round_is_that_of_the_checkpoint(
     plain = PlainHead(weights, deepcopy(target[1]).to(dtype), layers)
     texts, requests, random = texts_of(45, 3, 120), list[RoundRequest](), np.random.default_rng(3)
     for text, pending in zip(texts, (1, 2, 8), strict=True):
-        kv = SequenceKV(target=SequenceKV())
-        for start in range(0, len(text) - 1, 32):
-            runner.forward([SequenceInput(kv.target, text[start : min(start + 32, len(text) - 1)])])
+        kv = SequenceKV(target=read_prompt(runner, text[:-1], 32))
         for start in range(1, len(text) - pending, 48):
             drafting.forward([SequenceInput(kv, text[start : min(start + 48, len(text) - pending)])])
         requests.append(RoundRequest(kv, text[-pending:], 1.0, 1.0, random.random(GAMMA), None))
@@ -161,12 +160,7 @@ class Service:
         self.commits.append(event)
 
     def run(self) -> None:
-        for _ in range(2000):
-            step = self.steps.plan_step()
-            if step is None:
-                return
-            self.steps.finish_step(step, self.steps.execute(step))
-        raise AssertionError("the sessions do not come to an end")
+        run_steps(self.steps, 2000)
 
     def check_proposals(self, plain: PlainHead) -> None:
         """Each proposal is what the head finds likeliest after the text there."""
@@ -355,8 +349,5 @@ def test_a_launch_takes_a_folder_with_a_head(tmp_path: Path, tokenizer: Any) -> 
         assert len(sampled.token_ids) == 16
     runner = make_runner(load_model(str(folder), torch.float32, DEVICE), 4096)
     for output, prompt in zip(outputs, prompts, strict=True):
-        kv, tokens = SequenceKV(), tokenizer.encode(prompt)
-        for token in output.token_ids:
-            (given,) = runner.forward([SequenceInput(kv, tokens[kv.length :], "last")])
-            assert given.logits is not None and token == int(given.logits.argmax())
-            tokens.append(token)
+        tokens = tokenizer.encode(prompt)
+        assert [*tokens, *output.token_ids] == decode(runner, tokens, len(output.token_ids))

@@ -26,6 +26,7 @@ from tests.settings import target_settings
 from tests.unit.clock import Clock
 from tests.unit.endings import finish
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner, PinnedFakeRunner
+from tests.unit.steps import run_steps, take_step
 from tests.unit.world import Faults, World, prompts
 
 # Whole sessions, over pools of any size
@@ -196,8 +197,7 @@ class Target:
         self.admission.open(request, self.events.append)
 
     def step(self) -> None:
-        step = self.verifier.plan_step()
-        self.verifier.finish_step(step, self.verifier.execute(step))
+        assert take_step(self.verifier) is not None
 
     @property
     def waiting(self) -> list[str]:
@@ -312,8 +312,7 @@ def generate(pages: int, backing_pages: int = 0) -> tuple[list[list[int]], int]:
         sampling = Sampling(0.8, 0.95, number) if ON_GPU and number % 2 else GREEDY
         request = m.Open(name, prompt, len(prompt), 40, [], sampling, m.Exactness.EXACT)
         verifier.admission.open(request, emit)
-    while (step := verifier.plan_step()) is not None:
-        verifier.finish_step(step, verifier.execute(step))
+    run_steps(verifier)
     assert runner.kv.pool.held == 0
     return list(made.values()), verifier.counters["preemptions"]
 

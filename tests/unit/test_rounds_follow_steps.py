@@ -23,6 +23,7 @@ from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
+from tests.unit.steps import read_prompt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, SUPPORT = 4, 64
@@ -39,15 +40,6 @@ def made_pair(read_share: float) -> tuple[ModelRunner, ModelRunner]:
     draft.prepare_rounds(replace(rounds, runs_last=False))
     draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, announced_rows(PLAN), PLAN.block_size))
     return target, draft
-
-
-def read(runner: ModelRunner, texts: list[list[int]]) -> list[SequenceKV]:
-    """Return KV of all tokens of the texts but the last."""
-    kvs = [SequenceKV() for _ in texts]
-    for kv, text in zip(kvs, texts, strict=True):
-        for start in range(0, len(text) - 1, 64):
-            runner.forward([SequenceInput(kv, text[start : min(start + 64, len(text) - 1)])])
-    return kvs
 
 
 def request_of(
@@ -94,7 +86,7 @@ def test_they_begin_where_the_step_ends(read_share: float, announces: bool, impo
     texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 47, 217, 126)]
     proposed, order = [4, 3, 4, 2], [2, 0, 3, 1]
     samplings = [Sampling(0.0), Sampling(1.0, seed=6), Sampling(0.7, top_k=7, min_p=0.01, seed=9), Sampling(0.0)]
-    kvs = {runner: read(runner, texts) for runner in (target, draft)}
+    kvs = {runner: [read_prompt(runner, text[:-1]) for text in texts] for runner in (target, draft)}
     nothing = [BlockSelection.of_nothing(announced_rows(PLAN), PLAN.num_blocks(40)) for _ in texts]
 
     def how(i: int, announced: BlockSelection) -> tuple[Sampling, BlockSelection | None]:

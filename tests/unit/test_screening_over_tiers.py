@@ -24,8 +24,9 @@ from target_service.verifier import Verifier
 from target_service.verify_step import VerifyStep
 from tests.settings import draft_settings, target_settings
 from tests.unit.fake_models import GREEDY
+from tests.unit.steps import decode, take_step
 from tests.unit.test_graphs import DEVICE, tokens
-from tests.unit.test_self_rounds import decoded, folder, runner, runner_of
+from tests.unit.test_self_rounds import folder, runner, runner_of
 
 __all__ = ["folder", "runner"]
 
@@ -104,7 +105,7 @@ class Served:
     def turn(self) -> bool:
         """Have target or draft take a step, with what the other has sent so far; False if all is over."""
         if self.rng.random() < 0.5:
-            self._step_of_draft()
+            take_step(self.drafter)
         else:
             step = self.verifier.plan_step()
             if step is not None:
@@ -117,11 +118,6 @@ class Served:
         while self.to_target:
             self.verifier.protocol.receive(self._target, self.to_target.pop(0))
         return not self.verifier.is_idle
-
-    def _step_of_draft(self) -> None:
-        step = self.drafter.plan_step()
-        if step is not None:
-            self.drafter.finish_step(step, self.drafter.execute(step))
 
     def _note(self, step: VerifyStep) -> None:
         self.beside += any(item.screens for item in step.rounds) and any(item.held for item in step.rounds)
@@ -168,7 +164,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_without_tiers(
     for name, prompt in enumerate(prompts):
         said = served.said(str(name))
         assert len(said) == 36 or (name == 2 and len(said) > 20)
-        assert [*prompt, *said] == decoded(runner, prompt, len(said))
+        assert [*prompt, *said] == decode(runner, prompt, len(said))
 
 
 SAMPLED = Sampling(0.1, seed=3, top_k=60)

@@ -30,6 +30,7 @@ from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.distributions import chi_square, probs_of_row
 from tests.unit.fake_models import GREEDY
+from tests.unit.steps import decode, read_prompt, take_step
 from tests.unit.test_graphs import CONFIGS, DEVICE, tokens
 
 GAMMA = 4
@@ -79,11 +80,10 @@ class Session:
     def __init__(
         self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY, plan: Plan = PLAN
     ) -> None:
-        self.runner, self.tokens, self.sampling, self.kv = runner, list(prompt), sampling, SequenceKV()
+        self.runner, self.tokens, self.sampling = runner, list(prompt), sampling
         self.drafting = SelfDrafting(replace(plan, budget=share), GAMMA)
         self.memory = self.drafting.new_memory()
-        for start in range(0, len(prompt) - 1, 64):
-            runner.forward([SequenceInput(self.kv, prompt[start : min(start + 64, len(prompt) - 1)])])
+        self.kv = read_prompt(runner, prompt[:-1])
 
     def plan(self, drafted: int, **how: object) -> SequenceInput:
         base = len(self.tokens)
@@ -101,17 +101,6 @@ class Session:
     def round(self, drafted: int = GAMMA, **how: object) -> list[int]:
         item = self.plan(drafted, **how)
         return self.commit(item, self.runner.forward([item])[0])
-
-
-def decoded(runner: ModelRunner, prompt: list[int], count: int) -> list[int]:
-    """The likeliest tokens, one after the other."""
-    kv, found = SequenceKV(), list(prompt)
-    runner.forward([SequenceInput(kv, prompt[:-1])])
-    for _ in range(count):
-        (output,) = runner.forward([SequenceInput(kv, [found[-1]], "last")])
-        found.append(int(output.logits.argmax()))
-    runner.kv.release(kv)
-    return found
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -137,7 +126,7 @@ def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
     prompt = tokens(150, 1)
     session = Session(runner, prompt, 1.0)
     committed = [token for drafted in (0, GAMMA, GAMMA, 0, GAMMA) for token in session.round(drafted)]
-    assert [*prompt, *committed] == decoded(runner, prompt, 5)
+    assert [*prompt, *committed] == decode(runner, prompt, 5)
     runner.kv.release(session.kv)
 
 
@@ -153,7 +142,7 @@ def test_what_a_later_pass_judges_may_run_other_weights(folder: Path) -> None:
         for i, (kv, drafted) in enumerate(zip(kvs, judged, strict=True))
     ]
     first, light, last = (output.verdict for output in runner.forward(inputs))
-    assert first == last == (0, decoded(runner, prompt, 1)[-1])
+    assert first == last == (0, decode(runner, prompt, 1)[-1])
     (output,) = runner.forward([SequenceInput(SequenceKV(), prompt, "last")])
     assert output.logits is not None and light == (0, int(output.logits.argmin()))
 
@@ -173,7 +162,7 @@ def test_greedy_tokens_are_those_of_plain_decoding_whatever_is_read(runner: Mode
             lengths[len(session.commit(item, output))] += 1
     assert len(lengths) > 2, "some are accepted and some are not"
     for session, prompt in zip(sessions, prompts, strict=True):
-        assert session.tokens == decoded(runner, prompt, len(session.tokens) - len(prompt))
+        assert session.tokens == decode(runner, prompt, len(session.tokens) - len(prompt))
         runner.kv.release(session.kv)
 
 
@@ -192,10 +181,10 @@ def test_what_the_last_dense_pass_weighed_is_remembered(runner: ModelRunner) -> 
 
 
 def test_the_dense_pass_writes_the_kv_of_what_it_confirms(runner: ModelRunner) -> None:
-    session, fresh = Session(runner, tokens(300, 7), 0.1), SequenceKV()
+    session = Session(runner, tokens(300, 7), 0.1)
     for drafted in (0, *[GAMMA] * 6):
         session.round(drafted)
-    runner.forward([SequenceInput(fresh, session.tokens[:-1])])
+    fresh = read_prompt(runner, session.tokens[:-1], 400)
     full = len(session.tokens) // 16 - 1
     for pages in (*runner.kv.k_pages, *runner.kv.v_pages):
         torch.testing.assert_close(pages[session.kv.pages[:full]], pages[fresh.pages[:full]], atol=1e-4, rtol=1e-3)
@@ -239,7 +228,7 @@ def dense_probs(runner: ModelRunner, text: list[int], sampling: Sampling) -> dic
 def test_rules_and_log_probabilities_are_of_what_was_drafted(runner: ModelRunner) -> None:
     """A token that is ruled out never comes, drafted or not; each token is told with its log probability."""
     prompt = tokens(90, 9)
-    likeliest = decoded(runner, prompt, 3)[len(prompt) :]
+    likeliest = decode(runner, prompt, 3)[len(prompt) :]
     for sampling in (
         Sampling(0.0, logit_bias={likeliest[1]: -1e9}),
         Sampling(0.8, seed=3, logit_bias={likeliest[1]: -1e9}),
@@ -280,7 +269,7 @@ def test_greedy_tokens_over_tiers_are_those_of_plain_decoding_without(
     assert (counted.stages > 0, counted.overflow_pages > 0) == (gpu_pages < 60, gpu_pages < 24)
     assert drafted == GAMMA * 17 or (gpu_pages < 24 and drafted > 0)
     for session, prompt in running:
-        assert session.tokens == decoded(runner, prompt, len(session.tokens) - len(prompt))
+        assert session.tokens == decode(runner, prompt, len(session.tokens) - len(prompt))
         check_committed(session, runner)
 
 
@@ -347,8 +336,7 @@ def test_greedy_tokens_of_the_bundled_target_are_those_of_transformers() -> None
 
     for name, text in enumerate([*texts, texts[0]]):
         verifier.admission.open(m.Open(str(name), text, len(text), 48, [], GREEDY, m.Exactness.EXACT), emit)
-    while (step := verifier.plan_step()) is not None:
-        verifier.finish_step(step, verifier.execute(step))
+    while (step := take_step(verifier)) is not None:
         if len(served["2"]) > 20:
             verifier.abort("2")
         for item in step.rounds:

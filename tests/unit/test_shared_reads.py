@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from specahead import models
-from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SharedBudget, SparseRead
@@ -17,6 +16,7 @@ from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
+from tests.unit.steps import read_prompt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = bundled_plan()
@@ -64,11 +64,9 @@ def test_rounds_read_and_remember_the_same(gamma: int) -> None:
         runner.kv.keep_group_means(PLAN.group_size)
     lengths = (1200, 530, 90)
     readers = [[ChosenBefore(runners[0]) for _ in lengths], [Reader(PLAN, report_blocks=True) for _ in lengths]]
-    sequences = [[SequenceKV() for _ in lengths] for _ in runners]
-    for runner, held in zip(runners, sequences, strict=True):
-        for i, (length, kv) in enumerate(zip(lengths, held, strict=True)):
-            for start in range(0, length, 400):
-                runner.forward([SequenceInput(kv, tokens(length, i)[start : start + 400])])
+    sequences = [
+        [read_prompt(runner, tokens(length, i), 400) for i, length in enumerate(lengths)] for runner in runners
+    ]
     rng = np.random.default_rng(0)
     rows = announced_rows(PLAN)
     read_more = 0

@@ -25,6 +25,7 @@ from specahead.sparsity.reader import Reader
 from specahead.sparsity.rounds import announced_selection, announcement_request, round_settings
 from specahead.sparsity.selection import BlockSelection
 from tests.plans import bundled_plan
+from tests.unit.steps import read_prompt
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, SUPPORT = 4, 64
@@ -110,10 +111,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
     texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 40, 217)]
     kvs = {}
     for runner in pair:
-        kvs[runner] = [SequenceKV() for _ in texts]
-        for kv, text in zip(kvs[runner], texts, strict=True):
-            for start in range(0, len(text) - 1, 64):
-                runner.forward([SequenceInput(kv, text[start : min(start + 64, len(text) - 1)])])
+        kvs[runner] = [read_prompt(runner, text[:-1]) for text in texts]
     requests = [
         replace(request_of(kv, text, Sampling(0.0)), announce=announcement_request(plan, len(text), None))
         for kv, text in zip(kvs[draft], texts, strict=True)
@@ -175,9 +173,7 @@ class Judging:
         """Have KV of all tokens of each text but the last."""
         for kv in self.kvs:
             self.target.kv.release(kv)
-        self.kvs = [SequenceKV() for _ in self.texts]
-        for kv, text in zip(self.kvs, self.texts, strict=True):
-            self.target.forward([SequenceInput(kv, text[:-1])])
+        self.kvs = [read_prompt(self.target, text[:-1], 400) for text in self.texts]
 
     def go_on(self, tokens: list[list[int]]) -> list[int]:
         """Return the token that follows these of each text, of which the last has no KV yet."""

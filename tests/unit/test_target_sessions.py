@@ -23,6 +23,7 @@ from target_service.verifier import Verifier
 from tests.proposals import together
 from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
+from tests.unit.steps import run_steps, take_step
 
 INTERNAL = StatusCode.INTERNAL
 pytestmark = pytest.mark.usefixtures("clock")
@@ -55,8 +56,7 @@ class Stand:
         self.tokens = [7] * self.base
         opening = self.opening("a", tokens=self.tokens[1:], prompt_tokens=self.base - 1)
         self.verifier.admission.open(opening, self.served.append)
-        while self.step():
-            pass
+        run_steps(self.verifier)
         self.session = self.verifier.admission.running["a"]
         self.session.tokens[-1] = 7  # it has no KV yet
         self.session.epoch = self.session.round = 0
@@ -70,10 +70,7 @@ class Stand:
         return replace(known, **changes)
 
     def step(self) -> bool:
-        step = self.verifier.plan_step()
-        if step is not None:
-            self.verifier.finish_step(step, self.verifier.execute(step))
-        return step is not None
+        return take_step(self.verifier) is not None
 
     def selection(self, base: int, block: int = 2) -> BlockSelection:
         return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
@@ -248,8 +245,7 @@ def test_an_abort_during_a_step_frees_the_name_at_once() -> None:
     assert stand.verifier.runner.kv.pool.held > 0
     stand.verifier.finish_step(step, stand.verifier.execute(step))
     assert stand.served == later == []
-    while stand.step():
-        pass
+    run_steps(stand.verifier)
     begin = next(event for event in stand.sent if isinstance(event, m.Begin) and event.at.epoch > 0)
     assert begin.tokens == stand.tokens
     stand.receive(frame)
@@ -269,8 +265,7 @@ def test_an_abort_that_crosses_the_end_spares_the_next_session_of_that_name() ->
     stand.verifier.abort("a")
     stand.verifier.abort("a")
     stand.verifier.admission.open(stand.opening("a"), stand.served.append)
-    while stand.step():
-        pass
+    run_steps(stand.verifier)
     assert stand.verifier.gauges["sessions"] == 1
     assert stand.verifier.counters["aborted_sessions"] == 1
 
@@ -282,8 +277,7 @@ def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixt
     """Their owners learn why, with one line in the log; their pages and names are free for others."""
     stand, others = Stand(), list[m.ServedEvent]()
     stand.verifier.admission.open(stand.opening("b", max_tokens=3), others.append)
-    while stand.step():
-        pass
+    run_steps(stand.verifier)
     other = stand.verifier.admission.running["b"]
     stand.receive(stand.proposal())
     stand.runner.errors = [RuntimeError("no kernel\n image")]
@@ -306,8 +300,7 @@ def test_a_step_that_fails_ends_its_sessions_alone(caplog: pytest.LogCaptureFixt
     stand.receive(m.Decline("b", "no room"))
     assert stand.step()
     assert stand.verifier.runner.kv.pool.held == len(other.kv.pages)
-    while stand.step():
-        pass
+    run_steps(stand.verifier)
     assert [event.finish_reason for event in others if isinstance(event, m.Commit)][-1] is m.FinishReason.LENGTH
     assert len(stand.served) == 1
     stand.verifier.plan_step()
@@ -430,7 +423,7 @@ def test_a_session_that_was_accepted_before_is_neither_refused_nor_evicted() -> 
     admission.open(exact("t0"), theirs.append)
     with pytest.raises(ResourceExhausted):
         admission.open(exact("w2"), ours.append)
-    run_to_the_end(verifier)
+    run_steps(verifier)
     assert {event.at.session for event in ours + theirs if isinstance(event, m.Commit) and event.finish_reason} == {
         *("runs", "r1", "t0")
     }
@@ -472,7 +465,7 @@ def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherw
         verifier.admission.open(exact(name, 5, 5), lambda _: None)
     with pytest.raises(ResourceExhausted, match="no place is free, and 0 sessions are queued already of at most 0"):
         verifier.admission.open(exact("c", 5, 5), lambda _: None)
-    run_to_the_end(verifier)
+    run_steps(verifier)
     verifier.admission.open(exact("c", 500, 5), lambda _: None)
     with pytest.raises(ResourceExhausted, match="try again later"):
         verifier.admission.open(exact("d", 500, 5), lambda _: None)  # a place, but no pages
@@ -498,11 +491,6 @@ def over_tiers(gpu_pages: int = 40, pages: int = 40, **changes: Any) -> Verifier
 
 def exact(name: str, prompt: int = 100, max_tokens: int = 200) -> m.Open:
     return m.Open(name, [7] * prompt, prompt, max_tokens, [], GREEDY, m.Exactness.EXACT)
-
-
-def run_to_the_end(verifier: Verifier) -> None:
-    while (step := verifier.plan_step()) is not None:
-        verifier.finish_step(step, verifier.execute(step))
 
 
 def test_fewer_gpu_pages_than_are_written_at_once_are_refused() -> None:

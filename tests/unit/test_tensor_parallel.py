@@ -51,6 +51,7 @@ from tests.books import random_tokens as tokens
 from tests.plans import bundled_plan
 from tests.settings import target_settings
 from tests.unit.quantized_forms import BLOCKS, by_block, from_parts
+from tests.unit.steps import read_prompt
 from tests.unit.test_minicpm import CONFIG, save
 
 SIZES: dict[str, Any] = {
@@ -286,13 +287,6 @@ def runners(request: pytest.FixtureRequest) -> Iterator[Both]:
         yield both
 
 
-def read_prompt(runner: ModelRunner, prompt: list[int]) -> SequenceKV:
-    kv = SequenceKV()
-    for start in range(0, len(prompt), 400):
-        runner.forward([SequenceInput(kv, prompt[start : start + 400])])
-    return kv
-
-
 def test_logits_of_both_are_the_same_up_to_rounding(runners: Both) -> None:
     check_logits(runners, 2e-3)
 
@@ -302,7 +296,7 @@ def check_logits(runners: Both, near: float) -> None:
     found = []
     for runner in runners:
         prompt = tokens(500, 1)
-        kv = read_prompt(runner, prompt)
+        kv = read_prompt(runner, prompt, 400)
         runner.kv.index_prefix(kv, prompt)
         (first,) = runner.forward([SequenceInput(kv, tokens(5, 2), "all")])
         runner.kv.truncate(kv, 502)
@@ -330,7 +324,7 @@ def check_one_budget(runners: Both, rounds: int) -> None:
     counts: list[list[int | None]] = []
     for runner in runners:
         lengths = 800, 330
-        sequences = [read_prompt(runner, tokens(length, i)) for i, length in enumerate(lengths)]
+        sequences = [read_prompt(runner, tokens(length, i), 400) for i, length in enumerate(lengths)]
         readers, rng = [Reader(PLAN, report_blocks=True) for _ in lengths], np.random.default_rng(0)
         blocks: list[Tensor] = []
         read: list[int | None] = []
@@ -371,7 +365,7 @@ def drafted_both_ways(runners: Both, sampling: Sampling, budget: float) -> tuple
     """
     prompt, said = tokens(600, 5), []
     for runner in runners:
-        kv, found = read_prompt(runner, prompt[:-1]), list(prompt)
+        kv, found = read_prompt(runner, prompt[:-1], 400), list(prompt)
         drafting = SelfDrafting(replace(PLAN, budget=budget), GAMMA)
         memory = drafting.new_memory()
         for drafted in (0, GAMMA, GAMMA):
@@ -391,7 +385,7 @@ def test_pages_are_zeroed_on_all_ranks(runners: Both) -> None:
     """Keys of zeros weigh all tokens alike, so other values read on one rank would change the logits."""
     found = []
     for runner in runners:
-        kv = read_prompt(runner, tokens(64, 7))
+        kv = read_prompt(runner, tokens(64, 7), 400)
         runner.kv.scrub(kv)
         (output,) = runner.forward([SequenceInput(kv, [5], "last")])
         found.append(output.logits)
@@ -407,7 +401,7 @@ def test_steps_follow_one_another_before_the_host_has_seen_them(runners: Both) -
         runner.warm_up([None], 2)
         made, prompt = runner.captures_made, tokens(300, 9)
         assert runner.chains_steps == (runner.kv.device.type == "cuda") == (made > before)
-        kv, found, under_way = read_prompt(runner, prompt[:-1]), list(prompt), None
+        kv, found, under_way = read_prompt(runner, prompt[:-1], 400), list(prompt), None
         for turn in range(6):
             item = SequenceInput(kv, found[-1:], "all", None, Drafted([], [], Sampling(0.0), len(found)))
             launched = runner.launch([replace(item, tokens=[0], follows=0) if turn else item])

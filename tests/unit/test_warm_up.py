@@ -37,6 +37,7 @@ from target_service.screening import screening_reader
 from target_service.verifier import Verifier
 from tests.plans import bundled_plan
 from tests.settings import draft_settings, target_settings
+from tests.unit.steps import run_steps
 
 SESSIONS, GAMMA = 2, 4
 STEADY = (GAMMA, 0), (0, 0), (GAMMA, 0)  # tokens accepted of a round, and how many are wanted of the next one; 0: all
@@ -260,8 +261,7 @@ def test_no_round_of_a_draft_is_captured_for_a_request(
     def run(*events: Any) -> None:
         for event in events:
             drafter.receive(peer, event)
-        while (step := drafter.plan_step()) is not None:
-            drafter.finish_step(step, drafter.execute(step))
+        run_steps(drafter)
 
     for number, (one, other) in enumerate(itertools.pairwise(SAMPLINGS)):
         for name, sampling, announces in ((f"a{number}", one, True), (f"b{number}", other, False)):
