@@ -101,7 +101,9 @@ def launch(_start: Callable[..., Stack]) -> Iterator[Callable[..., Stack]]:
 
     yield start
     for stack in running:
-        stack.stop()
+        stack.end()
+    for stack in running:
+        stack.wait()
 
 
 @pytest.fixture(scope="session")

@@ -81,16 +81,25 @@ class Stack:
         self.channels.append(channel)
         return inference_pb2_grpc.InferenceStub(channel)
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30) -> int:
+    def end(self) -> None:
+        """Tell the launch to end, and do not wait for that."""
         for channel in self.channels:
             channel.close()
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float = 30) -> int:
+        """Return the exit status of a launch that was told to end. Raises TimeoutExpired after so many seconds."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+    def stop(self, timeout: float = 30) -> int:
+        """End the launch; return its exit status."""
+        self.end()
+        return self.wait(timeout)
 
 
 def free_port() -> int:

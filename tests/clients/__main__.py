@@ -4,7 +4,6 @@
 """
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ def main() -> None:
     try:
         failed = [name for name in names or TESTS if not _run(Path(folder) / name, TESTS[name], stack.http)]
     finally:
-        stack.stop(signal.SIGTERM, 60)
+        stack.stop(60)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

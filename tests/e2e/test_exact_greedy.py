@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from protos import inference_pb2
-from specahead.engine.loading.model import load_module
 from specahead.models import DRAFT, TARGET
 from tests.books import read_passages, spread
 from tests.client import APPROXIMATE, EXACT, generate, metric
@@ -30,20 +29,19 @@ Proof = Callable[[list[int], list[int]], bool]
 
 
 @pytest.fixture(scope="module")
-def greedy() -> Proof:
+def greedy(target_module: Any) -> Proof:
     """Return a function that says whether tokens are what transformers generates in float32 after a prompt.
 
     Each token must be the likeliest by transformers' logits after the prompt and the tokens before it. They are then,
     by induction, those of its greedy `generate`. One pass shows it for all tokens.
     """
-    model: Any = load_module(str(TARGET), torch.float32, "cpu", "sdpa")
     proven: dict[tuple[int, ...], list[int]] = {}
 
     def is_greedy(prompt: list[int], tokens: list[int]) -> bool:
         known = proven.setdefault(tuple(prompt), [])
         if not known:
             with torch.inference_mode():
-                logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits
+                logits = target_module(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits
             if logits[0].argmax(-1).tolist() == tokens:
                 known.extend(tokens)
         return len(tokens) == NEW_TOKENS and tokens == known

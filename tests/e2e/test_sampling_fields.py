@@ -6,18 +6,11 @@ import pytest
 import torch
 from openai import OpenAI
 
-from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.distributions import Sampling
-from specahead.models import TARGET
 from tests.unit.distributions import changed_row
 
 PROMPT = "The old man looked at the sea and the old man looked at the"
 STOP = 198
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_module(str(TARGET), torch.float32, "cpu", "sdpa")
 
 
 @torch.inference_mode()
@@ -31,7 +24,7 @@ def complete(client: OpenAI, prompt: list[int], **fields: Any) -> Any:
     )
 
 
-def test_greedy_with_rules_is_plain_decoding_with_them(client: OpenAI, model: Any, tokenizer: Any) -> None:
+def test_greedy_with_rules_is_plain_decoding_with_them(client: OpenAI, target_module: Any, tokenizer: Any) -> None:
     """Most tokens are proposed by the draft, which knows the rules as well."""
     prompt = tokenizer.encode(PROMPT)
     rules = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.3, "min_tokens": 30}
@@ -41,13 +34,13 @@ def test_greedy_with_rules_is_plain_decoding_with_them(client: OpenAI, model: An
     tokens = list(prompt)
     sampling = Sampling(0.0, logit_bias=biases, **rules)
     while len(tokens) < len(prompt) + 48 and tokens[-1] != STOP:
-        logits = logits_of(model, tokens)[-1].numpy()
+        logits = logits_of(target_module, tokens)[-1].numpy()
         tokens.append(int(changed_row(logits, tokens, len(prompt), sampling, [STOP]).argmax()))
     assert answer.choices[0].logprobs.tokens == [tokenizer.decode([token]) for token in tokens[len(prompt) :]]
     assert answer.speculation["accepted"] > answer.speculation["drafted"] / 5
 
 
-def test_log_probabilities_are_the_models(client: OpenAI, model: Any, tokenizer: Any) -> None:
+def test_log_probabilities_are_the_models(client: OpenAI, target_module: Any, tokenizer: Any) -> None:
     """Of a prompt and of what follows it, as evaluation harnesses ask for them."""
     prompt = tokenizer.encode(PROMPT * 30)[:600]
     answer = complete(client, prompt, logprobs=2, echo=True, max_tokens=6)
@@ -55,7 +48,7 @@ def test_log_probabilities_are_the_models(client: OpenAI, model: Any, tokenizer:
     continuation = told.tokens[len(prompt) :]
     tokens = [*prompt, *(t for text in continuation for t in tokenizer.encode(text, add_special_tokens=False))]
     assert len(told.tokens) == len(told.token_logprobs) == len(tokens) == len(prompt) + 6
-    expected = logits_of(model, tokens).log_softmax(-1)
+    expected = logits_of(target_module, tokens).log_softmax(-1)
     assert told.token_logprobs[0] is None
     for at in range(1, len(tokens)):
         assert told.token_logprobs[at] == pytest.approx(float(expected[at - 1, tokens[at]]), abs=2e-3)

@@ -11,9 +11,7 @@ from openai import OpenAI
 from orchestrator.text.compile_grammar import make_source
 from orchestrator.text.structured_outputs import COMPACT
 from protos import inference_pb2
-from specahead.engine.loading.model import load_module
 from specahead.engine.sampling.grammars import Grammars
-from specahead.models import TARGET
 from tests.client import make_request
 from tests.stack import Stack
 from tests.unit.inline import Inline
@@ -80,11 +78,6 @@ def test_the_result_of_a_call_goes_back(client: OpenAI) -> None:
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 16
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return load_module(str(TARGET), torch.float32, "cpu", "sdpa")
-
-
 @torch.inference_mode()
 def assert_greedy_alone(model: Any, prompt: list[int], found: list[int], source: str, tokenizer: Any) -> None:
     """Each token is the likeliest of those that a grammar allows, by the target's own model after those before it.
@@ -103,7 +96,7 @@ def assert_greedy_alone(model: Any, prompt: list[int], found: list[int], source:
     "outputs", [{"json": json.dumps(SCHEMA)}, {"regex": "[A-Z][a-z ,']{20,60}[.]"}, {"choice": ["The sea", "Old men"]}]
 )
 def test_greedy_with_a_draft_is_greedy_of_the_target_alone(
-    stack: Stack, model: Any, tokenizer: Any, outputs: Any
+    stack: Stack, target_module: Any, tokenizer: Any, outputs: Any
 ) -> None:
     drafted = accepted = 0
     for text in ("The old man looked at the sea and", "It was a dark night;", "Chapter One."):
@@ -115,7 +108,7 @@ def test_greedy_with_a_draft_is_greedy_of_the_target_alone(
         ((kind, value),) = outputs.items()
         source = make_source(kind, value if isinstance(value, str) else json.dumps(value), COMPACT, "")
         assert len(found) == 80 or found[-1] == 0
-        assert_greedy_alone(model, prompt, found, source, tokenizer)
+        assert_greedy_alone(target_module, prompt, found, source, tokenizer)
         drafted += responses[-1].speculation.drafted
         accepted += responses[-1].speculation.accepted
     assert accepted > drafted / 4

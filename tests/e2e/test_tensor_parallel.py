@@ -21,8 +21,9 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.models import TARGET
 from tests.books import read_passages
 from tests.client import APPROXIMATE, generate, make_request, metric, read_by_rounds, wait_for
-from tests.e2e.test_bfloat16 import NEW_TOKENS, ask
+from tests.e2e.test_precision import NEW_TOKENS, ask
 from tests.stack import ROOT, Services, Stack, start_gateway, start_services, start_stack
+from tests.unit.steps import decode
 
 COMMAND = ("-m", "target_service", "--tensor-parallel-size", "2")
 ON_CPU = ("--device", "cpu")  # where ranks share the device
@@ -54,16 +55,7 @@ def prompts(books: list[str], tokenizer: Any) -> list[list[int]]:
 def expected(prompts: list[list[int]]) -> list[list[int]]:
     """The likeliest tokens after each prompt, by the target in one process, without a draft."""
     runner = make_runner(load_model(str(TARGET), torch.float32, "cpu"), 4096)
-    found = []
-    for prompt in prompts:
-        kv, tokens = SequenceKV(), [*prompt]
-        runner.forward([SequenceInput(kv, prompt[:-1])])
-        for _ in range(NEW_TOKENS):
-            (output,) = runner.forward([SequenceInput(kv, tokens[-1:], "last")])
-            tokens.append(int(output.logits.argmax()))
-        runner.kv.release(kv)
-        found.append(tokens[len(prompt) :])
-    return found
+    return [decode(runner, prompt, NEW_TOKENS)[len(prompt) :] for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
