@@ -362,8 +362,7 @@ def said(world: PinnedWorld, resumed: bool = False) -> list[tuple[list[int], lis
                 world.abort(name)
                 done, (sampling, asked) = world.ledger.records[name].generated, ways[i]
                 names[i] = world.open(texts[i], 60, sampling, done=list(done), **asked)
-    world.run()
-    world.check_nothing_left()
+    world.finish()
     assert world.drafter.counters["failed_sessions"] == world.verifier.counters["failed_sessions"] == 0
     records = [world.ledger.records[name] for name in names]
     told = [[each.logprob for commit in world.commits[name] for each in commit.logprobs] for name in names]
@@ -399,6 +398,7 @@ def test_three_levels_say_what_is_said_without_a_draft(clock: Clock, screening: 
     lookup=st.booleans(),
 )
 def test_whatever_happens_three_levels_say_what_is_said_without_a_draft(
+    clock: Clock,
     seed: int,
     screening: int,
     agreement: int,
@@ -411,16 +411,15 @@ def test_whatever_happens_three_levels_say_what_is_said_without_a_draft(
     lookup: bool,
 ) -> None:
     """Lost drafts, misplaced frames, sessions that give way or are opened again, guesses before the draft's."""
-    clock, model = Clock(), Blurs(agreement=agreement, screening=screening)
-    with patch("target_service.verifier.time", clock):
-        plain = said(world_of(clock, seed, model, 0, grammars=GRAMMARS))
-        how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages, "lookup": lookup}
-        world = world_of(clock, seed, model, most, grammars=GRAMMARS, faults=Faults(faults, jumps=faults), **how)
-        link = world.attach()
-        if breaks:
-            wait = [lambda: None] * 30
-            world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]
-        found = said(world, resumed)
+    model = Blurs(agreement=agreement, screening=screening)
+    plain = said(world_of(clock, seed, model, 0, grammars=GRAMMARS))
+    how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages, "lookup": lookup}
+    world = world_of(clock, seed, model, most, grammars=GRAMMARS, faults=Faults(faults, jumps=faults), **how)
+    link = world.attach()
+    if breaks:
+        wait = [lambda: None] * 30
+        world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]
+    found = said(world, resumed)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
     assert resumed or found == plain
 
@@ -432,6 +431,4 @@ def test_what_is_generated_is_never_offered_to_others(clock: Clock) -> None:
     name = world.open([5] * 170, 60)
     world.run()
     assert world.verifier.counters["confirmed_tokens"] > 0
-    later = SequenceKV()
-    assert world.target.kv.reuse_prefix(later, world.ledger.records[name].tokens) == 160
-    world.target.kv.release(later)
+    assert world.offered(name) == 160

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.config import SettingsError
@@ -143,7 +143,7 @@ class Repeating(FakeModel):
         return TABLE[hashed(tokens[-2:]) % len(TABLE)]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     gamma=st.integers(1, 8),
@@ -173,7 +173,7 @@ class Leaping(Repeating):
         return TABLE[hashed(tokens[-2:] if len(tokens) % 60 else tokens) % len(TABLE)]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     agreement=st.integers(0, 4),

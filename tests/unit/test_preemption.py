@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead import models
@@ -24,7 +24,6 @@ from tests.plans import bundled_plan
 from tests.proposals import together
 from tests.settings import target_settings
 from tests.unit.clock import Clock
-from tests.unit.endings import finish
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner, PinnedFakeRunner
 from tests.unit.steps import run_steps, take_step
 from tests.unit.world import Faults, World, prompts
@@ -68,7 +67,7 @@ def open_six(room: Room, seed: int, exactness: m.Exactness = m.Exactness.EXACT) 
 
 
 @pytest.mark.parametrize("exactness", m.Exactness)
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=4)
 @given(seed=st.integers(0, 99), pages=st.integers(16, 40), draft_pages=st.integers(9, 60), places=st.integers(1, 6))
 def test_tokens_are_those_of_plain_decoding_in_every_pool(
     clock: Clock, exactness: m.Exactness, seed: int, pages: int, draft_pages: int, places: int
@@ -86,7 +85,7 @@ def test_tokens_are_those_of_plain_decoding_in_every_pool(
     )
     room.attach()
     names = open_six(room, seed, exactness)
-    finish(room)
+    room.finish()
     for name in names:
         if room.requests[name].sampling.greedy:
             room.check_greedy(name)
@@ -137,7 +136,7 @@ def test_a_deterministic_target_repeats_seeded_tokens_in_every_pool(clock: Clock
         room = PinnedRoom(clock, pages, FakeModel(agreement=3), pages=pages, runner=PinnedRunner)
         room.attach()
         names = open_six(room, 0)
-        finish(room)
+        room.finish()
         outcomes.append([room.ledger.records[name].tokens for name in names])
         assert (room.verifier.counters["preemptions"] > 0) == (pages < 200)
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -170,7 +169,7 @@ def abort_one_that_waits(clock: Clock, seed: int) -> int:
             room.attach()
 
     room.script = [abort, *[change_the_draft] * 3]
-    finish(room)
+    room.finish()
     assert room.verifier.counters["aborted_sessions"] == len(gone)
     for name in names:
         if name not in gone and room.requests[name].sampling.greedy:

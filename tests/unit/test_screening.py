@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.config import SettingsError
-from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.wire import messages as m
@@ -21,7 +20,6 @@ from target_service.screening import WEIGHED_EVERY
 from target_service.verify_step import VerifyResult, VerifyStep
 from tests.settings import target_settings
 from tests.unit.clock import Clock
-from tests.unit.endings import finish
 from tests.unit.fake_models import VOCAB, FakeModel, FakeRunner, hashed
 from tests.unit.test_grammar_sessions import END, GRAMMARS, WORDS
 from tests.unit.world import Faults, World, prompts
@@ -119,7 +117,7 @@ def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
     world = screened(clock, 1, Screens(screening=4), most=20)
     world.attach()
     name = world.open([3] * 160, 151)
-    finish(world, name)
+    world.finish(name)
     totals = world.ledger.records[name].totals
     dense = len(world.commits[name])
     assert not world.commits[name][0].screening_drafted, "the first tokens wait for no others"
@@ -181,7 +179,7 @@ def test_only_steps_that_screen_wholly_run_by_the_weights_for_that(clock: Clock)
         return forward(inputs)
 
     world.target.forward = watched
-    finish(world, *names)
+    world.finish(*names)
     assert kinds[False, True] > 20 and kinds[False, False] > 5, kinds
 
 
@@ -226,6 +224,7 @@ def test_a_step_for_which_there_is_no_room_may_cut_held_tokens_before_the_younge
     breaks=st.booleans(),
 )
 def test_whatever_happens_only_confirmed_tokens_leave(
+    clock: Clock,
     seed: int,
     screening: int,
     agreement: int,
@@ -237,18 +236,16 @@ def test_whatever_happens_only_confirmed_tokens_leave(
     breaks: bool,
 ) -> None:
     """Rejections at each level, aborts, lost drafts, misplaced frames, and sessions that give way, all mixed."""
-    clock = Clock()
-    with patch("target_service.verifier.time", clock):
-        model = Screens(agreement=agreement, screening=screening)
-        how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages}
-        world = screened(clock, seed, model, most, faults=Faults(faults, jumps=faults), **how)
-        link = world.attach()
-        if breaks:
-            world.script = [*[lambda: None] * 30, lambda: world.detach(link), *[lambda: None] * 20, world.attach]
-        names = [world.open(prompt, 40, stop=[seed % VOCAB]) for prompt in prompts(world.rng, 5)]
-        world.run_and_check_greedy(names, aborted)
-        check_kv(world)
-        world.check_nothing_left()
+    model = Screens(agreement=agreement, screening=screening)
+    how: dict[str, Any] = {"gamma": gamma, "branches": 1 + seed % 3, "pages": pages}
+    world = screened(clock, seed, model, most, faults=Faults(faults, jumps=faults), **how)
+    link = world.attach()
+    if breaks:
+        world.script = [*[lambda: None] * 30, lambda: world.detach(link), *[lambda: None] * 20, world.attach]
+    names = [world.open(prompt, 40, stop=[seed % VOCAB]) for prompt in prompts(world.rng, 5)]
+    world.run_and_check_greedy(names, aborted)
+    check_kv(world)
+    world.check_nothing_left()
 
 
 def test_log_probabilities_are_told_of_each_confirmed_token_by_dense_attention(clock: Clock) -> None:
@@ -287,7 +284,7 @@ RULED = [
     breaks=st.booleans(),
 )
 def test_whatever_happens_rules_follow_confirmed_tokens_alone(
-    seed: int, screening: int, agreement: int, sampling: Sampling, follows_grammar: bool, breaks: bool
+    clock: Clock, seed: int, screening: int, agreement: int, sampling: Sampling, follows_grammar: bool, breaks: bool
 ) -> None:
     """Lost drafts, misplaced frames, and sessions that give way, against two levels with nothing of that."""
     model, source = Screens(agreement=agreement, screening=screening), WORDS if follows_grammar else ""
@@ -300,12 +297,10 @@ def test_whatever_happens_rules_follow_confirmed_tokens_alone(
             world.script = [*wait, lambda: world.detach(link), *wait, lambda: bool(world.attach())]
         prompts = ([7 + n] * 30 for n in range(4))
         names = [world.open(prompt, 40, sampling, stop=[END], grammar=source) for prompt in prompts]
-        finish(world)
+        world.finish()
         return [world.ledger.records[name].generated for name in names]
 
-    clock = Clock()
-    with patch("target_service.verifier.time", clock):
-        assert said(11, pages=40, branches=3, faults=Faults(6, jumps=6)) == said(0)
+    assert said(11, pages=40, branches=3, faults=Faults(6, jumps=6)) == said(0)
 
 
 def test_the_target_chooses_how_many_are_drafted_too(clock: Clock) -> None:
@@ -328,7 +323,7 @@ def test_the_target_chooses_how_many_it_holds(clock: Clock, screening: int, weig
     world = screened(clock, 1, Screens(screening=screening), most=None, weight_tokens=weights)
     world.attach()
     name = world.open([3] * 120, 370)
-    finish(world, name)
+    world.finish(name)
     counted, held = world.verifier.counters, [each.screened for each in world.commits[name]]
     if screening == 4 and weights == 10.0:
         assert max(held) > 6 and counted["screened_tokens"] > 80
@@ -343,10 +338,7 @@ def test_what_is_confirmed_is_offered_to_later_sessions(clock: Clock, exactness:
     world.attach()
     name = world.open([5] * 170, 60, exactness=exactness)
     world.run()
-    later = SequenceKV()
-    covered = world.target.kv.reuse_prefix(later, world.ledger.records[name].tokens)
-    assert covered == (160 if exactness is m.Exactness.APPROXIMATE else 224)
-    world.target.kv.release(later)
+    assert world.offered(name) == (160 if exactness is m.Exactness.APPROXIMATE else 224)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -396,29 +388,34 @@ class Circles(Screens):
     faults=st.integers(0, 8),
 )
 def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
-    seed: int, screening: int, agreement: int, most: int | None, pages: int, aborted: set[int], faults: int
+    clock: Clock,
+    seed: int,
+    screening: int,
+    agreement: int,
+    most: int | None,
+    pages: int,
+    aborted: set[int],
+    faults: int,
 ) -> None:
     """Where nothing is held, beside sessions that hold tokens; whoever leaves, gives way or is lost meanwhile."""
-    clock = Clock()
-    with patch("target_service.verifier.time", clock):
-        model = Circles(agreement=agreement, screening=screening)
-        world = screened(clock, seed, model, most, pages=pages, lookup=True, faults=Faults(faults, jumps=faults))
-        world.attach()
-        judged: list[bool] = []
-        execute = world.verifier.execute
+    model = Circles(agreement=agreement, screening=screening)
+    world = screened(clock, seed, model, most, pages=pages, lookup=True, faults=Faults(faults, jumps=faults))
+    world.attach()
+    judged: list[bool] = []
+    execute = world.verifier.execute
 
-        def note(step: VerifyStep) -> VerifyResult:
-            guessed = [item for item in step.rounds if item.is_guessed]
-            judged.extend(not item.screens and not item.held for item in guessed)
-            return execute(step)
+    def note(step: VerifyStep) -> VerifyResult:
+        guessed = [item for item in step.rounds if item.is_guessed]
+        judged.extend(not item.screens and not item.held for item in guessed)
+        return execute(step)
 
-        with patch.object(world.verifier, "execute", note):
-            texts = ([n + i for i in range(1, 12)] for n in range(5))
-            names = [world.open(text, 80) for text in texts]
-            world.run_and_check_greedy(names, aborted)
-        assert judged and all(judged)
-        check_kv(world)
-        world.check_nothing_left()
+    with patch.object(world.verifier, "execute", note):
+        texts = ([n + i for i in range(1, 12)] for n in range(5))
+        names = [world.open(text, 80) for text in texts]
+        world.run_and_check_greedy(names, aborted)
+    assert judged and all(judged)
+    check_kv(world)
+    world.check_nothing_left()
 
 
 @settings(max_examples=8)
@@ -431,27 +428,25 @@ def test_what_is_looked_up_first_is_judged_by_a_dense_pass(
     aborted=st.sets(st.integers(0, 4), max_size=2),
 )
 def test_what_is_looked_up_without_a_draft_is_screened(
-    seed: int, screening: int, gamma: int, most: int | None, pages: int, aborted: set[int]
+    clock: Clock, seed: int, screening: int, gamma: int, most: int | None, pages: int, aborted: set[int]
 ) -> None:
     """Sessions that repeat themselves now and then, in the same steps; some give way for room, some are aborted."""
-    clock = Clock()
-    with patch("target_service.verifier.time", clock):
-        model = Circles(screening=screening)
-        world = screened(clock, seed, model, most, gamma=gamma, pages=pages, proposer="lookup")
-        execute = world.verifier.execute
+    model = Circles(screening=screening)
+    world = screened(clock, seed, model, most, gamma=gamma, pages=pages, proposer="lookup")
+    execute = world.verifier.execute
 
-        def check(step: VerifyStep) -> VerifyResult:
-            for session in step.sessions:
-                assert session.lookup._indexed <= session.confirmed, "what is indexed is never taken back"
-            return execute(step)
+    def check(step: VerifyStep) -> VerifyResult:
+        for session in step.sessions:
+            assert session.lookup._indexed <= session.confirmed, "what is indexed is never taken back"
+        return execute(step)
 
-        with patch.object(world.verifier, "execute", check):
-            names = [world.open([n + i for i in range(1, 12)], 150) for n in range(5)]
-            world.run_and_check_greedy(names, aborted)
-        counted = world.verifier.counters
-        assert counted["rounds"] == counted["lookup_rounds"]
-        assert most is None or counted["screened_tokens"] > 50
-        if screening == 4:
-            assert counted["confirmed_tokens"] == counted["screened_tokens"]
-        check_kv(world)
-        world.check_nothing_left()
+    with patch.object(world.verifier, "execute", check):
+        names = [world.open([n + i for i in range(1, 12)], 150) for n in range(5)]
+        world.run_and_check_greedy(names, aborted)
+    counted = world.verifier.counters
+    assert counted["rounds"] == counted["lookup_rounds"]
+    assert most is None or counted["screened_tokens"] > 50
+    if screening == 4:
+        assert counted["confirmed_tokens"] == counted["screened_tokens"]
+    check_kv(world)
+    world.check_nothing_left()

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from dataclasses import replace
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
+from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire import messages as m
 from target_service.policy import PLAIN, Options, Pace, Policy, Proposer, RoundPlan
 from target_service.session import DraftPeer
 from tests.unit.clock import Clock
 from tests.unit.distributions import changed_row, chi_square, probs_of_row
-from tests.unit.endings import finish
 from tests.unit.fake_models import PLAN, VOCAB, FakeModel, hashed
 from tests.unit.world import Faults, World, prompts, totals
 
@@ -37,7 +35,7 @@ def test_greedy_is_plain_decoding(
     world = World(clock, gamma, model, gamma=gamma, ahead=ahead)
     world.attach()
     names = [world.open(prompt, 25, exactness=exactness) for prompt in prompts(world.rng, 4)]
-    finish(world, *names)
+    world.finish(*names)
     drafted, accepted = totals(world)
     assert drafted > 40
     if agreement == 0:
@@ -74,7 +72,7 @@ def test_a_draft_may_read_the_last_tokens_of_a_prompt_alone(clock: Clock, ahead:
     names = [world.open(text, 25, sampling=sampling) for text in texts]
     world.run()
     if sampling.greedy:
-        finish(world, *names)
+        world.finish(*names)
     drafted, accepted = totals(world)
     assert drafted > 60
     assert accepted > (0.5 if sampling is PENALTIES else 0.95) * drafted
@@ -92,7 +90,7 @@ def test_a_draft_reads_a_text_that_grows_from_where_it_began(clock: Clock) -> No
         skips.append(sessions[0].skipped)
         read.append(len(sessions[0].tokens) - sessions[0].kv.length)
         world.run()
-        finish(world, name)
+        world.finish(name)
         text = world.ledger.records[name].tokens + [5 + turn] * 16
     assert skips == [32, 32, 32, 32, 32, 128]
     assert all(count < 40 for count in read[1:5]), "what came since the last turn alone"
@@ -139,7 +137,7 @@ def test_more_branches_meet_more_verdicts(clock: Clock) -> None:
             world = World(clock, seed, Confusing(agreement=3), branches=branches)
             world.attach()
             names = [world.open([seed, i] * 20, 60) for i in range(3)]
-            finish(world, *names)
+            world.finish(*names)
             counted = world.drafter.counters
             shares.append(counted["met_verdicts"] / max(1, counted["overlapped_verdicts"]))
             assert counted["met_verdicts"] >= world.verifier.counters["foreseen_rounds"]
@@ -151,7 +149,7 @@ def test_more_branches_meet_more_verdicts(clock: Clock) -> None:
 def test_without_a_draft_the_target_decodes_plainly(clock: Clock) -> None:
     world = World(clock, 3)
     names = [world.open(prompt, 12) for prompt in prompts(world.rng, 3)]
-    finish(world)
+    world.finish()
     for name in names:
         world.check_greedy(name)
         assert [len(commit.tokens) for commit in world.commits[name]] == [1] * 12
@@ -165,7 +163,7 @@ def test_max_tokens_cut_exactly(clock: Clock, max_tokens: int, agreement: int) -
         world = World(clock, max_tokens, FakeModel(agreement=agreement), ahead=ahead)
         world.attach()
         name = world.open([5] * 20, max_tokens)
-        finish(world, name)
+        world.finish(name)
         assert len(world.ledger.records[name].generated) == max_tokens
         assert world.commits[name][-1].finish_reason is m.FinishReason.LENGTH
 
@@ -181,7 +179,7 @@ def test_stop_tokens_cut_exactly(clock: Clock, place: int, agreement: int) -> No
     world = World(clock, place, model)
     world.attach()
     name = world.open(prompt, 40, stop=stop)
-    finish(world, name)
+    world.finish(name)
     record = world.ledger.records[name]
     assert record.generated == generated[: generated.index(generated[place]) + 1]
     assert record.finish_reason is m.FinishReason.STOP
@@ -195,7 +193,7 @@ def test_a_session_opened_again_goes_on_where_it_stood(clock: Clock, seed: int) 
     prompt = [seed] * 30
     whole = world.model.plain(prompt, 20, [])[0]
     name = world.open(prompt, 20, done=whole[30:41])
-    finish(world)
+    world.finish()
     assert world.ledger.records[name].tokens == whole
     assert world.commits[name][0].at.base == 41
 
@@ -218,7 +216,7 @@ def test_a_prompt_that_was_read_before_is_not_read_again(clock: Clock, length: i
     world.drafter._apply_inbox()
     assert world.sessions[again].kv.length == covered
     assert link.draft_end.sessions[again].kv.length == covered
-    finish(world, again)
+    world.finish(again)
 
 
 @pytest.mark.parametrize("exactness", m.Exactness)
@@ -227,11 +225,8 @@ def test_only_kv_that_was_computed_densely_is_offered(clock: Clock, exactness: m
     world = World(clock, 6, FakeModel(ends=True))
     world.attach()
     name = world.open([5] * 170, 60, exactness=exactness)
-    finish(world)
-    later = SequenceKV()
-    covered = world.target.kv.reuse_prefix(later, world.ledger.records[name].tokens)
-    assert covered == (160 if exactness is m.Exactness.APPROXIMATE else 224)
-    world.target.kv.release(later)
+    world.finish()
+    assert world.offered(name) == (160 if exactness is m.Exactness.APPROXIMATE else 224)
 
 
 # Sampled outcomes
@@ -262,7 +257,7 @@ def test_greedy_with_rules_is_plain_decoding_with_them(clock: Clock, sampling: S
         done = None
         for _ in range(2):
             name = world.open(prompt, 25, sampling, STOPS, done=done)
-            finish(world)
+            world.finish()
             tokens, record = list(prompt), world.ledger.records[name]
             while len(tokens) < len(prompt) + 25 and not (len(tokens) > len(prompt) and tokens[-1] in STOPS):
                 logits = changed_row(model.target(tokens), tokens, len(prompt), sampling, STOPS)
@@ -339,7 +334,7 @@ def test_sparse_sessions_outlive_their_drafts(clock: Clock, seed: int) -> None:
         until_it_says_more(speculating=False)
         world.attach()
     until_it_says_more(speculating=True)
-    finish(world, name)
+    world.finish(name)
     plain = [commit for commit in world.commits[name] if not commit.drafted]
     drafted = [commit for commit in world.commits[name] if commit.drafted]
     assert any(commit.figures.kv_tokens_read < commit.figures.kv_tokens_total for commit in drafted)
@@ -370,7 +365,7 @@ def test_a_session_is_drafted_again_after_a_timeout(clock: Clock) -> None:
             world.target_side.dirty = True
     assert 0 < len(world.commits[name]) < 30
     assert link.to_draft
-    finish(world, name)
+    world.finish(name)
     assert world.commits[name][-1].drafted
 
 
@@ -380,7 +375,7 @@ def test_sessions_without_room_at_the_draft_are_decoded_plainly_until_there_is(c
         world = World(clock, 4, draft_pages=pages_for(20 + 80 + 10))
         world.attach()
         first, second = world.open([1] * 20, first_tokens), world.open([2] * length, 80)
-        finish(world, first, second)
+        world.finish(first, second)
         assert world.drafter.counters["declined_sessions"] >= 1
         rounds = ["d" if commit.drafted else "p" for commit in world.commits[second]]
         assert any(commit.drafted for commit in world.commits[first]) and "pd" in "".join(rounds)
@@ -400,7 +395,7 @@ def test_a_session_that_is_too_long_for_the_draft_is_decoded_plainly(clock: Cloc
 
     link.target_end.send = count
     long, short = world.open([1] * 40, 20), world.open([2] * 20, 20)
-    finish(world, long, short)
+    world.finish(long, short)
     assert not any(commit.drafted for commit in world.commits[long])
     assert any(commit.drafted for commit in world.commits[short])
     assert begun == {long: 1, short: 1}
@@ -431,7 +426,7 @@ def test_a_session_id_can_be_used_again(clock: Clock, seed: int) -> None:
             assert len(last) < 3 or any(commit.drafted for commit in last)
         world.ledger.close(name)
     assert not world.verifier.counters["draft_timeouts"]
-    finish(world)
+    world.finish()
 
 
 # Drafts that are of no use
@@ -493,19 +488,17 @@ class Whimsical(Policy):
     st.sampled_from([0, 10]),
 )
 def test_greedy_is_plain_decoding_whatever_is_chosen(
-    seed: int, gamma: int, branches: int, ahead: bool, faults: int, reads: int
+    clock: Clock, seed: int, gamma: int, branches: int, ahead: bool, faults: int, reads: int
 ) -> None:
     """Rounds of any length, announced or not, with pauses and trials, by chance; also where the link misbehaves."""
-    clock = Clock()
-    with patch("target_service.verifier.time", clock):
-        model = FakeModel(ends=True, agreement=3)
-        wrong = Faults(faults, jumps=faults // 3)
-        how = {"gamma": gamma, "branches": branches, "ahead": ahead, "draft_reads": reads}
-        world = World(clock, seed, model, faults=wrong, **how)
-        whims = Whimsical(gamma, world.rng, world.verifier.policy)
-        world.verifier.pacing.policy = whims
-        world.attach()
-        kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
-        names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 3))]
-        finish(world, *names)
+    model = FakeModel(ends=True, agreement=3)
+    wrong = Faults(faults, jumps=faults // 3)
+    how = {"gamma": gamma, "branches": branches, "ahead": ahead, "draft_reads": reads}
+    world = World(clock, seed, model, faults=wrong, **how)
+    whims = Whimsical(gamma, world.rng, world.verifier.policy)
+    world.verifier.pacing.policy = whims
+    world.attach()
+    kinds = (m.Exactness.APPROXIMATE, m.Exactness.EXACT)
+    names = [world.open(p, 40, exactness=kinds[i % 2]) for i, p in enumerate(prompts(world.rng, 3))]
+    world.finish(*names)
     assert all(plan.gamma <= gamma for plan in whims.chosen) and len(whims.chosen) > 1

@@ -9,6 +9,7 @@ from draft_service.drafter import Drafter
 from draft_service.sessions import TargetPeer
 from orchestrator.sessions.ledger import Ledger, Record
 from specahead import models
+from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.sampling.grammars import Grammars
 from specahead.sparsity.plan import Plan
@@ -328,6 +329,20 @@ class World:
         self.run()
         for name in (name for number, name in enumerate(names) if number not in aborted):
             self.check_greedy(name)
+
+    def finish(self, *names: str) -> None:
+        """Run to the end: these sessions have the tokens of plain decoding, and no session and no page is left."""
+        self.run()
+        for name in names:
+            self.check_greedy(name)
+        self.check_nothing_left()
+
+    def offered(self, name: str) -> int:
+        """Return of how many of a session's tokens a later session with its text finds KV."""
+        later = SequenceKV()
+        covered = self.target.kv.reuse_prefix(later, self.ledger.records[name].tokens)
+        self.target.kv.release(later)
+        return covered
 
     def check_nothing_left(self) -> None:
         for runner in (self.target, self.draft):
