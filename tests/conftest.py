@@ -50,19 +50,10 @@ def tokenizer() -> Any:
 def ray_address() -> Iterator[str]:
     """A Ray on loopback for all launches of the test run, started as a user would; leaves any other Ray alone."""
     port = free_port()
-    start = [
-        sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        "--node-ip-address=127.0.0.1",
-        f"--port={port}",
-    ]
-    options = ["--include-dashboard=false", "--num-cpus=8", f"--temp-dir=/tmp/ray-{port}", "--disable-usage-stats"]
-    environment = os.environ | RAY_ENVIRONMENT
-    process = subprocess.Popen([*start, *options], env=environment, stdout=subprocess.DEVNULL)
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    start += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir=/tmp/ray-{port}"]
+    start += ["--include-dashboard=false", "--num-cpus=8", "--disable-usage-stats"]
+    process = subprocess.Popen(start, env=os.environ | RAY_ENVIRONMENT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while socket.socket().connect_ex(("127.0.0.1", port)):
         assert process.poll() is None, "ray start failed"

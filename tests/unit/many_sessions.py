@@ -103,17 +103,8 @@ class ManySessions(World):
 
     def __init__(self, clock: Any, sessions: int, **how: Any) -> None:
         pages = 24 * sessions
-        super().__init__(
-            clock,
-            0,
-            FakeModel(),
-            gamma=5,
-            prefill_chunk=512,
-            max_sessions=sessions,
-            pages=pages,
-            runner=Scripted,
-            **how,
-        )
+        sizes = {"gamma": 5, "prefill_chunk": 512, "max_sessions": sessions, "pages": pages}
+        super().__init__(clock, 0, FakeModel(), runner=Scripted, **sizes, **how)
         self.draft = Scripted(self.model.draft, False, DRAFT_LAYERS, DRAFT_HEADS, pages)
         self.drafter = type(self.drafter)(self.draft, self.verifier.plan, self.drafter._settings, how.get("grammars"))
         self.attach()

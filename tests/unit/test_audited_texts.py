@@ -16,7 +16,7 @@ import torch
 
 from draft_service.drafter import Drafter
 from specahead import models
-from specahead.engine.loading.model import load_model
+from specahead.engine.loading.model import LoadedModel, load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.engine.sampling.distributions import Sampling
@@ -58,6 +58,11 @@ def text() -> tuple[list[int], int, int]:
     asked = [f" What is the pass key of {name}? The pass key of {name} is {keys[name]}." for name in reversed(NAMES)]
     generated = pages[PROMPT:]
     return [*prompt, *generated, *tokens("".join(asked))], len(prompt), len(prompt) + len(generated)
+
+
+@cache
+def bundled_pair() -> list[LoadedModel]:
+    return [load_model(str(model), torch.float32, "cpu") for model in (models.TARGET, models.DRAFT)]
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,7 @@ def generate(
 
     Watched.rounds = []
     monkeypatch.setattr(verifier, "Auditor", Watched)
-    target, draft = (load_model(str(model), torch.float32, "cpu") for model in (models.TARGET, models.DRAFT))
+    target, draft = bundled_pair()
     settings = target_settings(audit_share=SHARE, max_divergence=limit, max_sessions=1, draft_timeout=math.inf, **room)
     served = verifier.Verifier(make_runner(target, 2048, step_queries=5), plan, settings, Hooks(judge=judge, **hooks))
     drafter = Drafter(make_runner(draft, 2048), plan, draft_settings(branches=0, **room))

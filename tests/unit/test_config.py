@@ -183,19 +183,10 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path: Path, content: 
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--budget", "-0.1"),
-        ("--budget", "1.5"),
-        ("--budget", "nan"),
-        ("--grpc-port", "65536"),
-        ("--port", "-1"),
-        ("--base-port", "70000"),
-        ("--max-sessions", "0"),
-        ("--max-queued", "-1"),
-        ("--prefill-chunk", "-1"),
-        ("--timeouts", '{"resume": -1}'),
-        ("--timeouts", '{"resume": NaN}'),
-        ("--host-kv-memory", "-0.5"),
-        ("--host-kv-memory", "nan"),
+        *(("--budget", "-0.1"), ("--budget", "1.5"), ("--budget", "nan"), ("--base-port", "70000"), ("--port", "-1")),
+        *(("--grpc-port", "65536"), ("--max-sessions", "0"), ("--max-queued", "-1"), ("--prefill-chunk", "-1")),
+        *(("--timeouts", '{"resume": -1}'), ("--timeouts", '{"resume": NaN}')),
+        *(("--host-kv-memory", "-0.5"), ("--host-kv-memory", "nan")),
     ],
 )
 def test_values_out_of_range_are_refused(flag: str, value: str) -> None:
@@ -336,16 +327,8 @@ def test_a_service_takes_environment_and_file_by_the_names_of_a_launch(tmp_path:
 
 
 def test_what_is_printed_is_a_file_that_gives_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (
-        "--speculation",
-        '{"gamma": 7, "lookup": true}',
-        "--kv-tokens",
-        "999",
-        "--budget",
-        "0.5",
-        "--namespace",
-        "mine",
-    )
+    flags = ["--speculation", '{"gamma": 7, "lookup": true}', "--kv-tokens", "999", "--budget", "0.5"]
+    flags += ["--namespace", "mine"]
     with pytest.raises(SystemExit) as ended:
         resolve(*flags, "--dry-run")
     assert ended.value.code == 0

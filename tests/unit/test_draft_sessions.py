@@ -165,9 +165,6 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
     assert (found.matrix() == expected.matrix()).all()
 
 
-# Which sessions are drafted, and when
-
-
 # Steps that fail
 
 
@@ -183,21 +180,13 @@ def begin(name: str, epoch: int = 0) -> m.Begin:
     return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, True)
 
 
-@pytest.fixture
-def failing() -> tuple[DraftStand, FakeRunner]:
-    """A draft whose session "a" waits for a verdict, and which is to draft "b", "c" and "d" in one step."""
+def test_a_step_that_fails_costs_its_own_sessions_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Session "a" waits for a verdict, and "b", "c" and "d" are to be drafted in one step."""
     stand = DraftStand(overlaps=False, pages=100)
     runner = stand.drafter.runner
     stand.sent.clear()
     for name in "bcd":
         stand.drafter.receive(stand.peer, begin(name))
-    return stand, runner
-
-
-def test_a_step_that_fails_costs_its_own_sessions_alone(
-    failing: tuple[DraftStand, FakeRunner], caplog: pytest.LogCaptureFixture
-) -> None:
-    stand, runner = failing
     runner.errors.append(OutOfPages("3 pages wanted,\n2 available"))
     asyncio.run(serve(stand, 0.3))
     declined = [event for event in stand.sent if isinstance(event, m.Decline)]

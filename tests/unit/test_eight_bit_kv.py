@@ -282,16 +282,8 @@ def test_memory_has_room_for_as_many_more_tokens() -> None:
 
 
 def test_a_backing_store_holds_8_bits_too() -> None:
-    kv = open_model(
-        ModelSettings(
-            model=str(models.DRAFT),
-            device="cpu",
-            max_context=256,
-            kv_tokens=320,
-            host_kv_memory=0.01,
-            kv_cache_dtype="fp8",
-        )
-    ).runner.kv
+    sizes = {"max_context": 256, "kv_tokens": 320, "host_kv_memory": 0.01}
+    kv = open_model(ModelSettings(model=str(models.DRAFT), device="cpu", kv_cache_dtype="fp8", **sizes)).runner.kv
     assert isinstance(kv, TieredKV)
     every = [*kv.memory.on_gpu, *kv.memory.stored, *kv.memory.staging]
     assert {part.dtype for pair in every for part in pair} == {EIGHT_BITS}

@@ -125,7 +125,7 @@ def test_judges_keep_the_targets_distribution(levels: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("levels", "bias"), zip([2, 3], BIASES, strict=True))
+@pytest.mark.parametrize(("levels", "bias"), [*zip([2, 3], BIASES, strict=True)])
 def test_a_judge_that_moves_a_twentieth_is_found(monkeypatch: pytest.MonkeyPatch, levels: int, bias: str) -> None:
     bias_judges(monkeypatch, BIASES[bias])
     assert together(judged(levels, 100)[0]).p_value() < ALPHA

@@ -56,15 +56,8 @@ def test_rows_arrive_and_no_others(
                 tensor[place] = source[origin]
     keys, values = (on_host(t) if host == "destination" else t.to(DEVICE, copy=True) for t in before)
     from_keys, from_values = (on_host(t) if host == "source" else t.to(DEVICE) for t in sources)
-    gather_blocks(
-        (from_keys, from_values),
-        (keys, values),
-        ints(origins.tolist()),
-        ints(places.tolist()),
-        ints([count]),
-        programs,
-        backend,
-    )
+    moved = ints(origins.tolist()), ints(places.tolist()), ints([count])
+    gather_blocks((from_keys, from_values), (keys, values), *moved, programs, backend)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert all(same_bytes(*both) for both in zip((keys, values), wanted, strict=True))

@@ -41,18 +41,9 @@ def asked(tokenizer: Any = None, limits: Limits = LIMITS, **fields: Any) -> Any:
 
 
 def test_a_request_becomes_a_record(tokenizer: Any) -> None:
-    got = asked(
-        tokenizer,
-        prompt="Hello, world",
-        request_id="mine",
-        model="tiny",
-        max_tokens=9,
-        temperature=0.5,
-        top_p=0.9,
-        seed=3,
-        stop=["\n"],
-        exactness="approximate",
-    )
+    sampling = {"temperature": 0.5, "top_p": 0.9, "seed": 3}
+    fields = {"request_id": "mine", "model": "tiny", "max_tokens": 9, "stop": ["\n"], "exactness": "approximate"}
+    got = asked(tokenizer, prompt="Hello, world", **fields, **sampling)
     assert got.tokens == tokenizer.encode("Hello, world")
     assert got.prompt_tokens == len(got.tokens)
     assert (got.session, got.max_tokens, got.stop_token_ids) == ("mine", 9, [0, 7])

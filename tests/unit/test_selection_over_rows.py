@@ -10,18 +10,8 @@ from specahead.kernels.selection import mark_over_rows, over_rows, select_over_r
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # So small that rows have several chunks and a sample is not everything.
-SIZES = {
-    "SAMPLE": 128,
-    "PIVOTS": 8,
-    "PARTS": 2,
-    "BINS": 64,
-    "SLOTS": 16,
-    "TALLY_CHUNK": 256,
-    "TALLY_PROGRAMS": 8,
-    "EMIT_CHUNK": 256,
-    "EMIT_WHOLE": 256,
-    "SLOW_CHUNK": 1024,
-}
+SIZES = {"SAMPLE": 128, "PIVOTS": 8, "PARTS": 2, "BINS": 64, "SLOTS": 16, "TALLY_CHUNK": 256, "TALLY_PROGRAMS": 8}
+SIZES |= {"EMIT_CHUNK": 256, "EMIT_WHOLE": 256, "SLOW_CHUNK": 1024}
 
 
 @pytest.fixture

@@ -46,12 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"](), dtype=torch.float32)
     with torch.no_grad():  # as it comes it looks at all tokens alike, and at its own embedding most of all
         for layer in model.model.layers:
-            for part in (
-                layer.self_attn.q_proj,
-                layer.self_attn.k_proj,
-                layer.self_attn.v_proj,
-                layer.self_attn.o_proj,
-            ):
+            of = layer.self_attn
+            for part in (of.q_proj, of.k_proj, of.v_proj, of.o_proj):
                 part.weight *= 10
     model.save_pretrained(folder)
     return folder

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.books import read_books
 from tests.stack import ROOT
 
 TESTS = """
@@ -28,9 +27,3 @@ def test_a_skip_fails_under_ci_unless_a_gpu_is_the_reason(tmp_path: Path, ci: st
     environment = os.environ | {"CI": ci, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result in done.stdout, done.stdout
-
-
-def test_the_books_are_there() -> None:
-    books = read_books()
-    assert len(books) == 4 and min(map(len, books)) > 175_000
-    assert books[1].startswith("Chapter I. Into the Primitive")

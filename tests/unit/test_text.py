@@ -74,15 +74,8 @@ def test_random_tokens_come_out_as_one_decoding_has_them(tokenizer: Any, seed: i
 @pytest.fixture(scope="module")
 def byte_fallback() -> Any:
     """A tokenizer that decodes as Llama 2's: bytes by runs, and no space before the first word."""
-    vocabulary = [
-        *(f"<0x{i:02X}>" for i in range(256)),
-        "\u2581",
-        "\u2581\u2581",
-        "\u2581a",
-        "b",
-        "\u2581the",
-        "\u00e9",
-    ]
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    vocabulary = [*bytes_, "\u2581", "\u2581\u2581", "\u2581a", "b", "\u2581the", "\u00e9"]
     numbers = {name: i for i, name in enumerate(vocabulary)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, [], byte_fallback=True))
     parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)

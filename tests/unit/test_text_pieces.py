@@ -90,15 +90,8 @@ def special(text: str, **how: Any) -> AddedToken:
         made(),
     ],
     ids=[
-        "takes spaces",
-        "takes spaces before",
-        "is a word",
-        "is normalized",
-        "first",
-        "meets",
-        "holds",
-        "plain",
-        "none",
+        *("takes spaces", "takes spaces before", "is a word", "is normalized", "first"),
+        *("meets", "holds", "plain", "none"),
     ],
 )
 def test_other_tokenizers_encode_texts_whole(tokenizer: PreTrainedTokenizerFast) -> None:

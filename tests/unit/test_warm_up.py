@@ -181,9 +181,7 @@ def test_no_number_that_a_client_or_a_draft_chooses_has_more_than_three_sizes(vo
         return step_shape([SequenceInput(SequenceKV(), [0, 0], "all", drafted=drafted)], kv, limits)
 
     def judged(top_k: int, support: int) -> JudgeShape:
-        shape = shape_of(top_k, support)
-        assert shape.judge is not None
-        return shape.judge
+        return shape_of(top_k, support).judge
 
     counts = [min(vocab, 1 << i) for i in range(18)]
     for top_k in [*counts, 2**31 - 1]:
