@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 
 from target_service.policy.acceptance import OF_HELD, Acceptance
 from target_service.policy.costs import CostsAtLoad
-from target_service.policy.lookup import LONGEST, Judged
+from target_service.policy.lookup import Judged, LookedUp
 from target_service.policy.plans import PLAIN, Load, Proposer, RoundKind, RoundPlan, Verified
 from target_service.policy.reading import DraftReading
 
 ALTERNATIVES_PRIOR = 6  # rejected tokens that the prior of their alternatives counts as
 POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
 HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
-LOOKED_UP = LONGEST - 1  # positions of what prompt lookup finds
 RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts as when proposing is tried again
 
 
@@ -26,7 +25,7 @@ class Gains:
         self.held = Acceptance([OF_HELD], HELD_NEWEST, HELD_PRIOR)
         self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
         # Of what prompt lookup finds where the text does not copy at length: lookup comes first there in any case.
-        self.looked_up = Acceptance([0.0] * LOOKED_UP, POOLED_NEWEST)
+        self.looked_up = LookedUp()
         self._copying, self._tokens_between = 0.0, 1.0  # share of such rounds, tokens of a round of the others
         self._alternatives = alternatives
         # Of alternatives to rejected tokens.
@@ -43,7 +42,7 @@ class Gains:
         self._copying += POOLED_NEWEST * (copies - self._copying)
         if not copies:
             self._tokens_between += POOLED_NEWEST * (tokens - self._tokens_between)
-            self.looked_up.note(LOOKED_UP, judged.right, 0 if judged.whole else LOOKED_UP - judged.right)
+            self.looked_up.note(judged)
 
     def note_alternative(self, gamma: int, accepted: int, right: bool) -> None:
         """Take note of a round that rejected a proposed token: whether an alternative to it was accepted."""
@@ -81,7 +80,7 @@ class Gains:
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)
         if not plan.gamma:
-            looked_up = load.guessing / max(1, load.sessions) * (self.looked_up.tokens(LOOKED_UP) - 1)
+            looked_up = load.guessing / max(1, load.sessions) * (self.looked_up.tokens - 1)
             return (1 + looked_up) / at.seconds(kinds[0])
         proposed = 1 - load.pausing / max(1, load.sessions)
         tokens = self.acceptance.tokens(plan.gamma, self._alternatives(plan.gamma), self._right.chances[0])

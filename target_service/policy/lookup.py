@@ -19,7 +19,9 @@ SHORTEST = 3  # tokens that must have occurred before
 LONGEST = 16  # tokens that are compared
 PLACES = 16  # where the last tokens occurred that are compared, at most, the latest ones
 _TOKEN_BITS = 21  # of a token id within the key of an n-gram, so that keys are int64
-NEWEST = 1 / 16  # weight of the newest round in the share of what is found that is right
+NEWEST = 1 / 16  # weight of the newest round of a session in the share of what is found that is right
+NEWEST_TOKEN = 1 / 64  # weight of the newest token that follows a right one
+NEWEST_OF_ALL = 1 / 128  # weight of the newest round of all sessions in what lookup alone would bring
 LEAST_RIGHT = 0.06  # of what is found: below it the rows of a step that judge it cost more
 MANY = 512  # tokens that are indexed at once by array operations, at least
 MOST_AT_ONCE = 1 << 21  # and at most: places within the sorted array are smaller
@@ -143,8 +145,27 @@ class Judged(NamedTuple):
 
     right: int
     """How many of them, from the first one on, were committed."""
-    whole: bool
-    """Whether the next one, or that none was found there, is known to be wrong; else the round ended before it."""
+    wrong: bool
+    """Whether another token was committed in place of the next one."""
+    more: int
+    """How many were found behind the right ones if the round ended with these; 0 if one was wrong."""
+
+
+@dataclass
+class LookedUp:
+    """What rounds bring for which prompt lookup alone proposes, by what it found for rounds of any kind."""
+
+    tokens: float = 1.0
+    """Tokens of such a round, the target's own included: a mean in which older rounds fade."""
+    goes_on: float = 0.5
+    """How often a right token is followed by another right one."""
+
+    def note(self, judged: Judged) -> None:
+        """Take note of a round. What it did not reach counts as it is expected."""
+        for goes_on in [True] * (judged.right - 1) + [False] * (judged.wrong and judged.right > 0):
+            self.goes_on += NEWEST_TOKEN * (goes_on - self.goes_on)
+        unreached = sum(self.goes_on**n for n in range(1, judged.more + 1))
+        self.tokens += NEWEST_OF_ALL * (1 + judged.right + unreached - self.tokens)
 
 
 @dataclass
@@ -181,9 +202,11 @@ class FirstGuess:
         if place != self.place:
             return None
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.found, committed, strict=False)))
-        if self.found:
-            self.right_share += NEWEST * (right / min(len(self.found), len(committed)) - self.right_share)
-        return Judged(right, right < len(committed))
+        compared = min(len(self.found), len(committed))
+        if compared:
+            self.right_share += NEWEST * (right / compared - self.right_share)
+        wrong = right < compared
+        return Judged(right, wrong, 0 if wrong else len(self.found) - right)
 
     def note(self, proposed: int, accepted: int, committed: int) -> None:
         """Take note of a round that accepted `accepted` tokens of a guess before the draft; `committed` tokens are

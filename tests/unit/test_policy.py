@@ -31,10 +31,11 @@ from target_service.policy import (
     Verified,
 )
 from target_service.policy.choice import MOST_UNDECIDED
-from target_service.policy.gains import LOOKED_UP, kinds_of
+from target_service.policy.gains import kinds_of
 from target_service.policy.lookup import Judged
 from target_service.policy.reading import USUAL_ANSWER, DraftReading
 
+FOUND = 15  # tokens that prompt lookup always finds
 A_TOKEN = 3.25e-8  # seconds to read one of KV
 WEIGHTS = 120_000.0  # of an 8B model, in tokens of its KV
 DENSE, SPARSE, SCREENS, CONFIRMS = Verified
@@ -139,14 +140,15 @@ class Machine:
         """Make a session's round; what it is expected to bring counts."""
         chance, proposed, pace = client.chance, plan.gamma, client.pace
         if client.found is not None and not plan.gamma:
-            chance, proposed = client.found, LOOKED_UP
+            chance, proposed = client.found, FOUND
         accepted = next((n for n in range(proposed) if self.random.random() >= chance), proposed)
         expected = sum(chance**n for n in range(proposed + 1))
         if client.found is not None:
             found, brought = client.found, accepted + 1
             right = next((n for n in range(brought) if self.random.random() >= found), brought)
             right = right if plan.gamma else accepted
-            self.policy.gains.note_lookup(Judged(right, right < brought), False, brought)
+            judged = Judged(right, right < brought, FOUND - right if right == brought else 0)
+            self.policy.gains.note_lookup(judged, False, brought)
         self.tokens += expected
         client.tokens += accepted + 1
         if pace.last_gamma == plan.gamma:
