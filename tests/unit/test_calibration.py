@@ -10,14 +10,9 @@ from torch import Tensor
 from specahead import models
 from specahead.engine.loading.model import load_model, load_module
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.lab.evaluation.calibration import (
-    CalibrationSettings,
-    CalibrationSums,
-    calibrate,
-    load_progress,
-    save_progress,
-    to_plan,
-)
+from specahead.lab.evaluation.calibration.counting import calibrate
+from specahead.lab.evaluation.calibration.plans import to_plan
+from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
 from specahead.lab.evaluation.models import load_runner, output_projections
 from specahead.models import DEMO_TEXT
 from tests.unit.tiny_models import save_mixture
