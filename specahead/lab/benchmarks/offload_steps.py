@@ -198,7 +198,8 @@ class Step:
         inputs = [_input(case, *each) for each in zip(sequences, words.cpu().numpy(), strict=True)]
         tables = [sequence.table() for sequence in sequences] if shape.read.fetches else None
         lay_out_pass(self.buffers.inputs, shape, inputs, list(range(case.batch)), kv, tables)
-        self._tables = self._copy_tables()  # nothing is hot but what a step writes
+        # Nothing is hot but what a step writes.
+        self._tables = [table.clone() for table in kv.memory.tables] if isinstance(kv, FilledTieredKV) else []
         if isinstance(kv, FilledTieredKV):
             kv.on_demand = way == ON_DEMAND
         work = partial(run_pass, PagedModel(decoder, kv, default_backend(device)), shape, self.buffers)
@@ -214,8 +215,8 @@ class Step:
     def forget(self) -> None:
         """Go back to the tiers' first state: nothing is hot but what a step writes."""
         if isinstance(self.kv, FilledTieredKV):
-            for name, part in self._tables.items():
-                getattr(self.kv.memory.tables, name).copy_(part)
+            for table, first in zip(self.kv.memory.tables, self._tables, strict=True):
+                table.copy_(first)
 
     def counts(self) -> Tensor:
         """Return how many pages the last run read, fetched, and had no slot for: [3]."""
@@ -229,11 +230,6 @@ class Step:
         logits = self.buffers.tensors["logits"]
         by_place = logits.view(-1, self.case.queries, logits.shape[-1])
         return by_place[: self.case.batch].clone()
-
-    def _copy_tables(self) -> dict[str, Tensor]:
-        if not isinstance(self.kv, FilledTieredKV):
-            return {}
-        return {name: table.clone() for name, table in self.kv.memory.tables._asdict().items()}
 
 
 def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput:

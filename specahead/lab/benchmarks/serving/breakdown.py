@@ -8,7 +8,7 @@ is verified and committed. Work that was done before the round began, because dr
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 
 from specahead.lab.benchmarks.serving.timeline import RoundKey, StepTimes, Timeline
@@ -33,7 +33,7 @@ class RoundParts:
     @property
     def whole(self) -> float:
         """The round."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specahead.lab.benchmarks.agents import AgentsRow
@@ -171,7 +171,7 @@ class Results:
 def describe_breakdown(breakdown: Breakdown) -> str:
     """Return one line: what a mean round waits for, in milliseconds, and how idle the models are."""
     parts = breakdown.parts
-    shown = " + ".join(f"{part.name.replace('_', ' ')} {getattr(parts, part.name):.2f}" for part in fields(parts))
+    shown = " + ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in vars(parts).items())
     idle = f"target {breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}"
     if breakdown.one_device:
         share = breakdown.device_idle
