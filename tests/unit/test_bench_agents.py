@@ -115,8 +115,8 @@ def test_prompts_may_be_pieces_of_texts(server: Server, tmp_path: Path) -> None:
 
 
 def test_figures_are_of_later_turns() -> None:
-    turns = [Turn(0, 0, 100, 10, 0.0, 3.0, 4.0), Turn(1, 0, 100, 10, 0.0, 1.0, 4.0)]
-    turns += [Turn(0, 1, 110, 10, 5.0, 5.1, 6.0), Turn(1, 1, 110, 20, 6.0, 6.3, 8.0)]
+    turns = [Turn(0, 10, 0.0, 3.0, 4.0), Turn(0, 10, 0.0, 1.0, 4.0)]
+    turns += [Turn(1, 10, 5.0, 5.1, 6.0), Turn(1, 20, 6.0, 6.3, 8.0)]
     row = row_of(2, turns)
     assert (row.agents, row.turns, row.tokens_a_second) == (2, 4, 10.0)
     assert row.first_token_p50 == pytest.approx(0.2) and row.first_token_p95 == pytest.approx(0.29)

@@ -36,7 +36,7 @@ def test_the_bundled_file() -> None:
         assert trace.history.shape == (passages, HEADS, WIDTH) and passages >= 25 and trace.rounds >= 10
         assert trace.history.max() >> trace.rounds == 0 < trace.history.max() >> trace.rounds - 1
         assert trace.selected == pytest.approx(1 / int(trace.name[2:]), rel=0.07)
-        stretched = trace.selections()
+        stretched = [BlockSelection.from_matrix(trace.matrix(i)) for i in range(trace.rounds)]
         selected = np.mean([selection.matrix().mean() for selection in stretched[4:]])
         assert selected == pytest.approx(trace.selected, rel=0.1)
         for back, churn in ((1, trace.churn), (4, trace.churn4)):

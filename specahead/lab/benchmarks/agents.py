@@ -26,10 +26,7 @@ from specahead.lab.results import Columns, describe_run, processor, text_table, 
 class Turn:
     """One request of an agent; times in seconds by time.perf_counter."""
 
-    agent: int
     turn: int
-    prompt: int
-    """Tokens of the prompt."""
     generated: int
     """Tokens of the answer."""
     sent: float
@@ -99,14 +96,14 @@ def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
 
 def _play(client: Endpoint, source: TokenSource, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
     """Run all turns of an agent, one after another."""
-    random, agent = np.random.default_rng(seed), seed[-1]
+    random = np.random.default_rng(seed)
     least, most = flags.context
     tokens = source.draw(random, int(random.integers(least, most + 1)))
     turns = []
     for turn in range(flags.turns):
         sent = time.perf_counter()
         answer = client.generate(tokens, flags.generated)
-        turns.append(Turn(agent, turn, len(tokens), len(answer.tokens), sent, answer.first, time.perf_counter()))
+        turns.append(Turn(turn, len(answer.tokens), sent, answer.first, time.perf_counter()))
         tokens += source.as_prompt(answer.tokens) + source.draw(random, flags.added)
         time.sleep(flags.pause)
     return turns

@@ -32,7 +32,6 @@ from pathlib import Path
 import numpy as np
 
 from specahead.lab.benchmarks.announced_trace import ROWS, open_traces
-from specahead.sparsity.selection import BlockSelection
 
 READS = Path(__file__).parent / "traces" / "reads.npz"
 BLOCKS_AT_100K, MOST_BLOCKS = 6250, 32768  # of 16 tokens: 100,000 and 524,288
@@ -90,10 +89,6 @@ class ReadTrace:
     def shifted(self, session: int) -> "ReadTrace":
         """Return the same passages arranged for another session of a batch; session 0 has the trace as loaded."""
         return replace(self, session=session)
-
-    def selections(self) -> list[BlockSelection]:
-        """Return what each round reads, over all rows, at 100K."""
-        return [BlockSelection.from_matrix(self.matrix(i)) for i in range(self.rounds)]
 
 
 def load_reads(file: Path = READS) -> list[ReadTrace]:

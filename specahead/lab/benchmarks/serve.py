@@ -44,8 +44,6 @@ class _Run:
     """What all parts of one command share."""
 
     flags: argparse.Namespace
-    shapes: list[Shape]
-    """In the order of their rows."""
     results: Results
 
 
@@ -63,7 +61,7 @@ def run(flags: argparse.Namespace) -> None:
         f"imposed acceptance {flags.acceptance} a token, confirmation {CONFIRMATION} a screened token",
         "services": _describe_services(pairs[0]),
     }
-    measured = _Run(flags, shapes, Results(head, flags.json))
+    measured = _Run(flags, Results(head, flags.json))
     results = measured.results
     results.begin()
     if "none" in flags.modes and flags.draft not in ("model", "none"):

@@ -16,10 +16,8 @@ class Rival:
     """A method that chooses layer by layer, while a pass runs."""
 
     name: str
-    about: str
-    """A description for people."""
     choose: Choose
-    """Chooses the blocks that one layer reads."""
+    """Chooses the blocks that one layer reads; its docstring names the paper."""
     summaries: Callable[[Plan, int], float] = lambda plan, base: 0.0
     """Returns the tokens of KV that what a head reads beside its blocks is worth, on `base` committed tokens."""
     follows_draft: bool = False
@@ -37,20 +35,13 @@ def _bounds_and_estimates(plan: Plan, base: int) -> float:
 
 
 _ALL = [
-    Rival("streaming", "sinks and a window (StreamingLLM)", just_in_time.streaming),
-    Rival("oracle", "the target's own heaviest blocks of the round itself", just_in_time.oracle),
-    Rival("quest", "bounds from minima and maxima of keys (Quest)", just_in_time.quest, summaries=_bounds),
-    Rival(
-        "twilight",
-        "the nucleus of estimated weights among Quest's best quarter (Twilight)",
-        just_in_time.twilight,
-        summaries=_bounds_and_estimates,
-    ),
-    Rival("tidal", "what the last selection layer weighed most (TidalDecode)", just_in_time.tidal),
-    Rival("sts", "the top blocks of the draft head most alike (STS)", draft_guided.sts, follows_draft=True),
-    Rival(
-        "specattn", "the nucleus of the draft layer most alike (SpecAttn)", draft_guided.specattn, follows_draft=True
-    ),
+    Rival("streaming", just_in_time.streaming),
+    Rival("oracle", just_in_time.oracle),
+    Rival("quest", just_in_time.quest, summaries=_bounds),
+    Rival("twilight", just_in_time.twilight, summaries=_bounds_and_estimates),
+    Rival("tidal", just_in_time.tidal),
+    Rival("sts", draft_guided.sts, follows_draft=True),
+    Rival("specattn", draft_guided.specattn, follows_draft=True),
 ]
 OURS = "dense", "ahead"  # what services run, and the same with everything read
 RIVALS: dict[str, Rival] = {rival.name: rival for rival in _ALL}
