@@ -183,7 +183,7 @@ def begin(name: str, epoch: int = 0) -> m.Begin:
 def test_a_step_that_fails_costs_its_own_sessions_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Session "a" waits for a verdict, and "b", "c" and "d" are to be drafted in one step."""
     stand = DraftStand(overlaps=False, pages=100)
-    runner = stand.drafter.runner
+    runner: Any = stand.drafter.runner
     stand.sent.clear()
     for name in "bcd":
         stand.drafter.receive(stand.peer, begin(name))
