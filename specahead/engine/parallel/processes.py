@@ -43,7 +43,7 @@ class RankProcesses:
     """
 
     def __init__(self, settings: ModelSettings, eight_bit: EightBit = "none") -> None:
-        self._count, self._settings, self._eight_bit = settings.tensor_parallel_size, settings, eight_bit
+        self._count, self._settings = settings.tensor_parallel_size, settings
         _check_devices(settings.device, self._count)
         self._store, port = serve_store()
         self._stopping = False
