@@ -4,7 +4,21 @@ from dataclasses import dataclass, replace
 
 from specahead.engine.steps.inputs import ReadMemory
 from specahead.sparsity.reader import Reader
-from target_service.session.audit import SessionAudit
+from target_service.policy.holding import Holding
+
+
+@dataclass
+class SessionAudit:
+    """How a session's divergence is held (target_service.auditing)."""
+
+    holding: Holding
+    """The session's own factor of what it reads."""
+    applied: float = 1.0
+    """The factor by which it reads now: its own and that of all sessions."""
+    doubted: int = 0
+    """The next sparse rounds that are audited in any case."""
+    is_exact: bool = False
+    """Whether it reads everything to its end, since its divergence could not be held otherwise."""
 
 
 @dataclass

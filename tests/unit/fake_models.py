@@ -464,9 +464,7 @@ def _announce(request: AnnouncementRequest, settings: RoundSettings, weights: Te
     return announce_blocks(announcer, evidence, before, limits)[0].numpy().view(np.uint64)
 
 
-def judge_rounds(
-    logits: list[Tensor], rounds: list[Drafted], whatever_is_drafted: bool = False
-) -> list[tuple[int, int]]:
+def judge_rounds(logits: list[Tensor], rounds: list[Drafted], draws_own: bool = False) -> list[tuple[int, int]]:
     """Judge rounds in one batch: the accepted count and the next token of each.
 
     logits: [len(tokens) + 1, vocab] each, row i for position base + i
@@ -477,9 +475,7 @@ def judge_rounds(
     staging = Staging(verdict_layout(count, gamma, support_of(rounds), cuts), device)
     lay_out_verdicts(staging.host, rounds)
     staging.send()
-    accepted, following = judge(
-        padded_rows(logits, count), staging.device, default_backend(device), whatever_is_drafted, cuts
-    )
+    accepted, following = judge(padded_rows(logits, count), staging.device, default_backend(device), draws_own, cuts)
     return list(zip(accepted.tolist(), following.tolist(), strict=True))[: len(rounds)]
 
 

@@ -87,7 +87,7 @@ def test_tokens_whatever_is_drafted_are_those_of_plain_decoding() -> None:
 
 def own(logits: Tensor, sampling: Sampling, at: int) -> int:
     """What the target decodes at a position of which nothing is drafted."""
-    return judge_rounds([logits[at : at + 1]], [Drafted([], [], sampling, at)], whatever_is_drafted=True)[0][1]
+    return judge_rounds([logits[at : at + 1]], [Drafted([], [], sampling, at)], draws_own=True)[0][1]
 
 
 # Levels of verification

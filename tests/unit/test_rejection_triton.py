@@ -125,9 +125,9 @@ def test_the_targets_own_draws() -> None:
     """What is judged whatever is drafted (specahead.engine.sampling.judging) has rows without drafted tokens."""
     given = batch(4, 3, 700, 4, seed=8)
     logits = given.pop("logits")
-    expected = judge(logits, given, "torch", whatever_is_drafted=True)
+    expected = judge(logits, given, "torch", draws_own=True)
     on_device = {name: tensor.to(DEVICE) for name, tensor in given.items()}
-    got = judge(logits.to(DEVICE), on_device, "triton", whatever_is_drafted=True)
+    got = judge(logits.to(DEVICE), on_device, "triton", draws_own=True)
     assert [t.tolist() for t in got] == [t.tolist() for t in expected]
 
 

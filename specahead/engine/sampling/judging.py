@@ -141,14 +141,14 @@ def _lay_out_supports(ids: np.ndarray, probs: np.ndarray, item: Drafted) -> None
 
 
 def judge(
-    logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend, whatever_is_drafted: bool = False, cuts: int = 0
+    logits: Tensor, inputs: Mapping[str, Tensor], backend: Backend, draws_own: bool = False, cuts: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return how many tokens of each round are accepted, and its next token: int32 [rows] each. Launches only.
 
     logits: [rows, γ + 1, vocab].
     inputs: the tensors of `verdict_layout`; others are ignored.
-    whatever_is_drafted: whether sampled tokens, too, must be those of plain decoding. Then the target draws its own
-        token at each position, and a drafted token is accepted if it is the same. That is as exact as the rule of
+    draws_own: whether the target draws its own token at each position, and accepts a drafted token if it is the same.
+        Then sampled tokens, too, are those of plain decoding, whatever is drafted. That is as exact as the rule of
         speculative sampling, which accepts somewhat more, but whose tokens depend on the proposed ones.
     cuts: at least `cuts_of` the rounds; 0 if it is 0.
     """
@@ -157,7 +157,7 @@ def judge(
     drafted = DraftedRows(**{name: inputs[name] for name in verdict_layout(0, 0, 1)})
     if cuts:
         logits = cut_logits(logits, inputs["temperature"], inputs["top_k"], inputs["min_p"], cuts)
-    if not whatever_is_drafted:
+    if not draws_own:
         return judge_sampled(logits, drafted, backend)
     rows, places, _ = logits.shape
     # The target draws at each position as at a row of its own.
@@ -199,15 +199,15 @@ class RuledVerdict:
     """The distribution that each token of the verdict was drawn from, if `tells_supports`."""
 
 
-def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: bool = False) -> list[RuledVerdict]:
+def judge_by_rules(logits: Tensor, rounds: list[Drafted], draws_own: bool = False) -> list[RuledVerdict]:
     """Judge rounds by the distributions that their rules leave. Waits for the device.
 
     logits: [rounds, places, vocab] of any floating dtype, row i of a round for position base + i; they stay as they
         are. places: at least one more than the longest round has tokens.
-    whatever_is_drafted: as for `judge`.
+    draws_own: as for `judge`.
     """
     inputs = _bring(rounds, logits.shape[1], logits.device)
-    ruled, judged = _launch(logits, rounds, inputs, whatever_is_drafted)
+    ruled, judged = _launch(logits, rounds, inputs, draws_own)
     found = [((accepted, following), bool(finite)) for accepted, following, finite in judged.tolist()]
     logprobs = _logprobs(logits, rounds, [verdict if finite else None for verdict, finite in found])
     verdicts = []
@@ -220,15 +220,13 @@ def judge_by_rules(logits: Tensor, rounds: list[Drafted], whatever_is_drafted: b
     return verdicts
 
 
-def launches_of_rules(
-    rounds: list[Drafted], vocab: int, device: torch.device, whatever_is_drafted: bool
-) -> Callable[[], None]:
+def launches_of_rules(rounds: list[Drafted], vocab: int, device: torch.device, draws_own: bool) -> Callable[[], None]:
     """Return a function that launches all kernels of `judge_by_rules` for rounds of equal length without waiting."""
     places = len(rounds[0].tokens) + 1
     inputs = _bring(rounds, places, device)
 
     def launch() -> None:
-        _launch(torch.zeros(len(rounds), places, vocab, device=device), rounds, inputs, whatever_is_drafted)
+        _launch(torch.zeros(len(rounds), places, vocab, device=device), rounds, inputs, draws_own)
 
     return launch
 
@@ -242,7 +240,7 @@ def _bring(rounds: list[Drafted], places: int, device: torch.device) -> Mapping[
 
 
 def _launch(
-    logits: Tensor, rounds: list[Drafted], inputs: Mapping[str, Tensor], whatever_is_drafted: bool
+    logits: Tensor, rounds: list[Drafted], inputs: Mapping[str, Tensor], draws_own: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the logits as the rules leave them, float32, and int32 [rounds, 3]: accepted, next token, and whether all
     logits that decided are numbers.
@@ -255,7 +253,7 @@ def _launch(
             best, ids = of_round.topk(WIDE_SUPPORT)
             of_round.fill_(-torch.inf).scatter_(1, ids, best)
     backend = default_backend(logits.device)
-    accepted, following = judge(ruled, inputs, backend, whatever_is_drafted, cuts_of(rounds))
+    accepted, following = judge(ruled, inputs, backend, draws_own, cuts_of(rounds))
     after = torch.arange(logits.shape[1], device=logits.device) > accepted[:, None]
     finite = (ruled.amax(2).isfinite() | after).all(1)
     return ruled, torch.stack((accepted, following, finite.int()), 1)

@@ -171,8 +171,7 @@ def _leave_results(
     backend = default_backend(given["logits"].device)
     if shape.judge is not None:
         by_sequence = drafted_logits(given["logits"], shape)
-        cuts, draws_own = shape.judge.cuts, shape.judge.draws_own
-        accepted, following = judge(by_sequence, given, backend, whatever_is_drafted=draws_own, cuts=cuts)
+        accepted, following = judge(by_sequence, given, backend, shape.judge.draws_own, shape.judge.cuts)
         judged = Judged(accepted, following, by_sequence.amax(2))
         alternative = None
         if shape.alternatives:

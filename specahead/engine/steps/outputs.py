@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.sampling.distributions import Support
-from specahead.engine.sampling.judging import judge_by_rules
+from specahead.engine.sampling.judging import RuledVerdict, judge_by_rules
 from specahead.engine.staging import Buffers
 from specahead.engine.steps.alternatives import drafted_logits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
@@ -131,10 +131,14 @@ def _judge_by_rules(
         return
     assert shape.judge is not None
     logits = drafted_logits(buffers.tensors["logits"], shape)[[i for i, _ in ruled]]
-    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], whatever_is_drafted=shape.judge.draws_own)
-    for (i, _), item in zip(ruled, judged, strict=True):
-        outputs[i].verdict, outputs[i].logprobs, outputs[i].supports = item.verdict, item.logprobs, item.supports
-        outputs[i].finite &= item.finite
+    judged = judge_by_rules(logits, [drafted for _, drafted in ruled], draws_own=shape.judge.draws_own)
+    for (i, _), given in zip(ruled, judged, strict=True):
+        _take(outputs[i], given)
+
+
+def _take(output: SequenceOutput, given: RuledVerdict) -> None:
+    output.verdict, output.logprobs, output.supports = given.verdict, given.logprobs, given.supports
+    output.finite &= given.finite
 
 
 def _judge_ends_of_prompts(inputs: list[SequenceInput], outputs: list[SequenceOutput], draws_own: bool) -> None:
@@ -145,8 +149,8 @@ def _judge_ends_of_prompts(inputs: list[SequenceInput], outputs: list[SequenceOu
     logits = [output.logits for _, output in ends if output.logits is not None]
     judged = judge_by_rules(pad_sequence(logits, batch_first=True), [drafted for drafted, _ in ends], draws_own)
     for (_, output), given in zip(ends, judged, strict=True):
-        output.logits, output.verdict, output.finite = None, given.verdict, given.finite
-        output.logprobs, output.supports = given.logprobs, given.supports
+        output.logits = None
+        _take(output, given)
 
 
 def _blocks_of(buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int) -> Tensor:
