@@ -113,9 +113,9 @@ BAD_CHATS = {
 }
 
 
-async def assert_refused(response: aiohttp.ClientResponse, reason: str, status: int = 400) -> None:
+async def assert_refused(response: aiohttp.ClientResponse, reason: str) -> None:
     """The body is OpenAI's error object, and its message has the reason."""
-    assert response.status == status
+    assert response.status == 400
     error = (await response.json())["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert reason in error["message"]

@@ -1,7 +1,6 @@
 """Clients of a run: what each asks for, how it behaves, and whether it got the tokens of the script."""
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -183,8 +182,3 @@ class Client:
     def _check(self, holds: bool, problem: str) -> None:
         if not holds:
             self.violations.append(f"client {self.request.name}: {problem}")
-
-
-def outcomes(clients: list[Client]) -> Counter[str]:
-    """Count how the requests of the clients ended."""
-    return Counter(client.outcome or "none" for client in clients)

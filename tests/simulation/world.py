@@ -81,10 +81,6 @@ class World:
         clusters = (self.gateways, *self.launches)
         return {name: process for cluster in clusters for name, process in cluster.processes.items()}
 
-    def cluster_of(self, name: str) -> Cluster:
-        """Return the cluster that keeps a process running."""
-        return next(cluster for cluster in (self.gateways, *self.launches) if name in cluster.processes)
-
     # Starting.
 
     def _place(self) -> None:

@@ -134,11 +134,9 @@ class FakeRunner(ChainingRunner):
         self._memories: dict[int, tuple[ReadMemory, Tensor]] = {}
         self._rounds: RoundSettings | None = None
 
-    def tokens_in(self, kv: SequenceKV, length: int | None = None) -> list[int]:
-        """The tokens of the first `length` positions, of all if that is None."""
-        length = kv.length if length is None else length
-        content = self._keys(-1)[kv.pages, 0].reshape(-1, 2)[:length]
-        assert (content[:, 0] == np.arange(length)).all()
+    def tokens_in(self, kv: SequenceKV) -> list[int]:
+        content = self._keys(-1)[kv.pages, 0].reshape(-1, 2)[: kv.length]
+        assert (content[:, 0] == np.arange(kv.length)).all()
         return content[:, 1].astype(int).tolist()
 
     def holds(self, expected: list[tuple[SequenceKV, list[int]]]) -> bool:

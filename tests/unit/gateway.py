@@ -132,10 +132,8 @@ async def running_gateway(
     limits: Limits = LIMITS,
     reply_format: ReplyFormat | None = None,
     callers: Callers = ANYONE,
-    log_text: bool = False,
     tracer: Any = None,
     connections: Connections | None = None,
-    trusted_proxies: str = "",
     allowed_hosts: str = "",
     allowed_origins: str = "",
     responses: ResponseStore | None = None,
@@ -145,11 +143,11 @@ async def running_gateway(
     async def read_status() -> dict[str, None]:
         return {"target": None, "draft": None}
 
-    observer = Observer(Metrics(MODEL), router.tokenizer, log_text, tracer)
+    observer = Observer(Metrics(MODEL), router.tokenizer, False, tracer)
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
     app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"}, responses)
     hosts = hosts_of("127.0.0.1", allowed_hosts)
-    app = guard_http(app, callers, OPEN, frontend, Proxies(trusted_proxies), hosts)
+    app = guard_http(app, callers, OPEN, frontend, Proxies(""), hosts)
     app = allow_origins(app, allowed_origins)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
-from specahead.sparsity.plan import Plan
 from specahead.wire import messages as m
 from target_service.auditing import DOUBTED_ROUNDS
 from target_service.policy import Load
@@ -39,16 +38,11 @@ class AuditedRunner(FakeRunner):
 
 
 def audited(
-    clock: Clock,
-    diverges: Callable[[str, float], float],
-    sessions: int = 1,
-    tokens: int = 400,
-    plan: Plan = PLAN,
-    **audits: float | None,
+    clock: Clock, diverges: Callable[[str, float], float], sessions: int = 1, tokens: int = 400, **audits: float | None
 ) -> tuple[World, list[str]]:
     model = FakeModel(True, agreement=3, recent=1)
     how = {"audit_share": None, "max_divergence": 0.2} | audits
-    world = World(clock, 1, model, plan, runner=AuditedRunner, audits=how, max_context=600, draft_context=600)
+    world = World(clock, 1, model, PLAN, runner=AuditedRunner, audits=how, max_context=600, draft_context=600)
     assert isinstance(world.target, AuditedRunner)
     world.target.diverges, world.target.sessions = diverges, lambda: world.sessions
     world.attach()

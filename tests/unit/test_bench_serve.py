@@ -38,9 +38,9 @@ def parts_of(target: Timeline, draft: Timeline) -> RoundParts:
     return result.parts
 
 
-def judged(planned: float, began: float, ended: float, finished: float, gpu: float, epoch: int = 0) -> list[StepTimes]:
+def judged(planned: float, began: float, ended: float, finished: float, gpu: float) -> list[StepTimes]:
     """The steps of rounds 0 and 1, of which the first is finished at 0."""
-    return [step(-9, -8, -1, 0, 6, 0), step(planned, began, ended, finished, gpu, 1, epoch)]
+    return [step(-9, -8, -1, 0, 6, 0), step(planned, began, ended, finished, gpu, 1)]
 
 
 def test_a_round_after_its_verdict() -> None:

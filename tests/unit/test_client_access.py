@@ -24,12 +24,6 @@ def bearer(name: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {name}'s key"}
 
 
-def samples(text: str) -> dict[str, float]:
-    """The samples of an exposition by name with labels."""
-    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in lines}
-
-
 class Client:
     """Asks a gateway; what it answers is read to its end."""
 

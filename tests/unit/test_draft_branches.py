@@ -25,7 +25,7 @@ from tests.plans import bundled_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAN = bundled_plan(budget=0.25)
-VOCAB, GAMMA, BRANCHES = 4096, 4, 4
+GAMMA, BRANCHES = 4, 4
 
 
 def settings(read_share: float = 1.0) -> RoundSettings:

@@ -193,8 +193,8 @@ def check(side: Side, reference: ModelRunner, sent: list[DraftEvent]) -> dict[st
     return proposals
 
 
-def begin(name: str, length: int, announces: bool, sampling: Sampling, max_length: int = 800) -> Begin:
-    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, max_length, announces)
+def begin(name: str, length: int, announces: bool, sampling: Sampling) -> Begin:
+    return Begin(At(name, 0, 0, length), tokens(length, length), sampling, 800, announces)
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

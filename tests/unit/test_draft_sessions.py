@@ -168,27 +168,23 @@ def test_a_round_announces_what_all_its_queries_weigh(overlaps: bool) -> None:
 # Steps that fail
 
 
-async def serve(stand: DraftStand, seconds: float) -> None:
-    """Drive the drafter by the loop of the services, for some time; raises what ends the loop."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await run_step_loop(stand.drafter, asyncio.Event(), 60)
-
-
 def begin(name: str, epoch: int = 0) -> m.Begin:
     """A session whose prompt is short enough to be run with its first round."""
     return m.Begin(m.At(name, epoch, 0, 8), [1] * 8, GREEDY, 40, True)
 
 
-def test_a_step_that_fails_costs_its_own_sessions_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_step_that_fails_costs_its_own_sessions_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Session "a" waits for a verdict, and "b", "c" and "d" are to be drafted in one step."""
     stand = DraftStand(overlaps=False, pages=100)
-    runner: Any = stand.drafter.runner
+    runner = stand.drafter.runner
+    assert isinstance(runner, FakeRunner)
     stand.sent.clear()
     for name in "bcd":
         stand.drafter.receive(stand.peer, begin(name))
     runner.errors.append(OutOfPages("3 pages wanted,\n2 available"))
-    asyncio.run(serve(stand, 0.3))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await run_step_loop(stand.drafter, asyncio.Event(), 60)
     declined = [event for event in stand.sent if isinstance(event, m.Decline)]
     assert [event.session for event in declined] == ["b", "c", "d"]
     assert all("OutOfPages: 3 pages wanted, 2 available" in event.reason for event in declined)

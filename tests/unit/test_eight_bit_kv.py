@@ -58,11 +58,10 @@ def scales(target: LoadedModel, tokenizer: Any) -> KVScales:
     return measure_kv_scales(target, tokenizer)
 
 
-def some_scales(kv_heads: int, dim: int, layers: int = 0) -> KVScales:
-    shape = (*[layers] * bool(layers), 2, kv_heads)
+def some_scales(kv_heads: int, dim: int) -> KVScales:
     random = torch.Generator().manual_seed(dim)
-    exponents = torch.randint(-7, 2, shape, generator=random).float()
-    return KVScales(exponents.exp2().to(DEVICE), torch.randn(*shape, dim, generator=random).to(DEVICE))
+    exponents = torch.randint(-7, 2, (2, kv_heads), generator=random).float()
+    return KVScales(exponents.exp2().to(DEVICE), torch.randn(2, kv_heads, dim, generator=random).to(DEVICE))
 
 
 # Numbers

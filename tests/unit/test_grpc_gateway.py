@@ -36,11 +36,11 @@ async def stub(router: ScriptedRouter) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def running(router: Any, guard: Guard, locate: Any = None) -> AsyncIterator[Any]:
+async def running(router: Any, guard: Guard) -> AsyncIterator[Any]:
     frontend = Frontend(router, router.tokenizer, LIMITS, Observer(Metrics(MODEL), router.tokenizer), "tiny-draft")
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server = await start_server(
-        "127.0.0.1", 0, [(add, InferenceServicer(frontend, locate), "specahead.v1.Inference")], guard
+        "127.0.0.1", 0, [(add, InferenceServicer(frontend, None), "specahead.v1.Inference")], guard
     )
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)

@@ -24,8 +24,8 @@ def plan_with(**changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-def evidence_of(seed: int, queries: int = 3) -> Tensor:
-    scores = torch.randn(queries, DRAFT_LAYERS, DRAFT_HEADS, 50, generator=torch.Generator().manual_seed(seed))
+def evidence_of(seed: int) -> Tensor:
+    scores = torch.randn(3, DRAFT_LAYERS, DRAFT_HEADS, 50, generator=torch.Generator().manual_seed(seed))
     return (2 * scores).softmax(-1)
 
 

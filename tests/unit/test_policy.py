@@ -159,13 +159,13 @@ class Machine:
             self.policy.pause_if_useless(pace, plan.gamma, int(client.tokens))
 
 
-def machine(seed: int, proposer: Proposer = Proposer.DRAFT, most: int = 4) -> Machine:
+def machine(seed: int, proposer: Proposer = Proposer.DRAFT) -> Machine:
     """Return a machine whose costs differ from what sizes say by up to a quarter, its draft's by up to three times."""
     random = Random(seed)
     sizes = Sizes(WEIGHTS, budget=0.1)
     true = replace(sizes, draft_pass=0.15 * random.choice([0.4, 1.0, 2.0, 3.0]), fetched={})
     factors = {(who, how): random.uniform(0.8, 1.25) for who in Proposer for how in Verified}
-    options = Options(proposer, tuple(gammas(most)), adaptive=True, announced=True)
+    options = Options(proposer, tuple(gammas(4)), adaptive=True, announced=True)
     return Machine(Policy(options, CostTable(sizes), Counter()), true, factors, random)
 
 
@@ -444,10 +444,10 @@ def test_chances_come_near_what_they_are(chance: float) -> None:
 # Costs
 
 
-def costs_of(load: Load, *figures: tuple[RoundKind, float], rounds: int = 4) -> CostTable:
+def costs_of(load: Load, *figures: tuple[RoundKind, float]) -> CostTable:
     table = CostTable(Sizes(WEIGHTS, budget=0.1))
     for kind, seconds in figures:
-        for _ in range(rounds):
+        for _ in range(4):
             table.note(kind, load, seconds, load.sessions)
     return table
 

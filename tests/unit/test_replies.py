@@ -21,9 +21,9 @@ TOOLS: list[dict[str, Any]] = [
 THINKS = ReplyFormat(reasoning="qwen3")
 
 
-def split(form: ReplyFormat, text: str, size: int, prompt: str = "", tools: Any = TOOLS) -> tuple[str, str, list[Any]]:
+def split(form: ReplyFormat, text: str, size: int, prompt: str = "") -> tuple[str, str, list[Any]]:
     """Return content, reasoning, and the calls as (name, arguments)."""
-    parser = form.parser(prompt, tools)
+    parser = form.parser(prompt, TOOLS)
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     deltas = [delta for i, piece in enumerate(pieces, 1) for delta in parser.feed(piece, i == len(pieces))]
     calls = [(name, json.loads(arguments)) for kind, name, arguments in events(deltas) if kind == "call"]

@@ -2,19 +2,16 @@
 
 import asyncio
 import random
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.config import TargetSettings
-from specahead.engine.steps.requests import gammas
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
 from target_service import service
-from target_service.policy import CostTable, Load, Options, Policy, Proposer, Sizes
-from target_service.policy.acceptance import OF_SELF
+from target_service.policy import Proposer
 from target_service.self_drafting import SelfDrafting
 from tests.settings import target_settings
 from tests.unit.clock import Clock
@@ -22,21 +19,6 @@ from tests.unit.fake_models import FakeModel
 from tests.unit.world import World, prompts, totals
 
 LLAMA_8B = uniform_plan(32, 8, 1, 1, budget=0.06)
-WEIGHT_TOKENS = 16.1e9 / 131072
-
-# Whether it pays, and what is read
-
-
-def sizes(**how: float) -> Sizes:
-    return Sizes(WEIGHT_TOKENS, **how)
-
-
-def chosen(sizes: Sizes, load: Load, chance: float = OF_SELF, most: int = 8) -> int:
-    """Return how many tokens a target drafts that has measured nothing."""
-    options = Options(Proposer.SELF, tuple(gammas(most)), adaptive=True)
-    policy = Policy(options, CostTable(sizes), Counter(), prior=chance)
-    policy.choose(load)
-    return policy.plan.gamma
 
 
 @pytest.mark.parametrize(

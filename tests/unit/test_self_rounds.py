@@ -73,11 +73,9 @@ def tiers_of(runner: ModelRunner) -> TieredKV:
 class Session:
     """One sequence that is drafted for by itself."""
 
-    def __init__(
-        self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY, plan: Plan = PLAN
-    ) -> None:
+    def __init__(self, runner: ModelRunner, prompt: list[int], share: float, sampling: Sampling = GREEDY) -> None:
         self.runner, self.tokens, self.sampling = runner, list(prompt), sampling
-        self.drafting = SelfDrafting(replace(plan, budget=share), GAMMA)
+        self.drafting = SelfDrafting(replace(PLAN, budget=share), GAMMA)
         self.memory = self.drafting.new_memory()
         self.kv = read_prompt(runner, prompt[:-1])
 

@@ -30,14 +30,15 @@ class Service:
 
 
 class Placement:
-    """Notes what it is told to do. lost: how many restarts it takes, the last of which works. stubborn: how many
-    replacements fail first. away: how often nobody tells whether it is alive."""
+    """Notes what it is told to do.
 
-    def __init__(self, lost: int = 0, stubborn: int = 0, away: int = 0, owns_ray: bool = True) -> None:
+    lost: how many restarts it takes, the last of which works. away: how often nobody tells whether it is alive.
+    """
+
+    def __init__(self, lost: int = 0, away: int = 0, owns_ray: bool = True) -> None:
         self.away, self.owns_ray = away, owns_ray
         self.replaced: list[str] = []
         self.addresses: dict[str, str] = {}
-        self.stubborn = stubborn
         self.restarts, self.lost = 0, lost
 
     def locate(self, name: str) -> str:
@@ -45,8 +46,6 @@ class Placement:
 
     def replace(self, name: str) -> None:
         self.replaced.append(name)
-        if len(self.replaced) <= self.stubborn:
-            raise RuntimeError("not now")
 
     def is_alive(self) -> bool:
         if self.away:
@@ -75,9 +74,9 @@ def put(name: str, address: str) -> None:
     raise AssertionError("nothing has moved")
 
 
-async def watch(placement: Placement, seconds: float = 0.5, **services: Service) -> None:
+async def watch(placement: Placement, **services: Service) -> None:
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(0.5):
             await supervise(services, placement, put)
 
 

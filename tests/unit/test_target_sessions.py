@@ -481,12 +481,11 @@ def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherw
 # KV in tiers
 
 
-def over_tiers(gpu_pages: int = 40, pages: int = 40, **changes: Any) -> Verifier:
-    """A target over a backing store of so many pages; nothing that runs here leaves the GPU."""
+def over_tiers(gpu_pages: int) -> Verifier:
+    """Return a target over a backing store, with so many pages on the GPU."""
     runner = FakeRunner(FakeModel().target, False, LAYERS, 1, 1)
-    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, gpu_pages, pages, 500)
-    settings = target_settings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600)
-    return Verifier(runner, PLAN, replace(settings, **changes))
+    runner.kv = TieredKV(LAYERS, KV_HEADS, 2, gpu_pages, 40, 500)
+    return Verifier(runner, PLAN, target_settings(gamma=4, prefill_chunk=24, max_sessions=4, max_context=600))
 
 
 def exact(name: str, prompt: int = 100, max_tokens: int = 200) -> m.Open:

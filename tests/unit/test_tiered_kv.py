@@ -448,9 +448,9 @@ def test_sessions_over_tiers() -> None:
 # What the machine reaches only now and then
 
 
-def fill(kv: TieredKV, tokens: list[int], dense: bool = False, chunk: int = 2 * PAGE_SIZE) -> SequenceKV:
+def fill(kv: TieredKV, tokens: list[int], chunk: int = 2 * PAGE_SIZE) -> SequenceKV:
     """A sequence that has read `tokens` in chunks."""
-    sequence = SequenceKV(dense=dense)
+    sequence = SequenceKV()
     for start in range(0, len(tokens), chunk):
         run_one(kv, sequence, tokens[: start + chunk])
     return sequence
