@@ -41,7 +41,7 @@ def test_greedy_with_rules_is_plain_decoding_with_them(client: OpenAI, target_mo
 
 
 def test_log_probabilities_are_the_models(client: OpenAI, target_module: Any, tokenizer: Any) -> None:
-    """Of a prompt and of what follows it, as evaluation harnesses ask for them."""
+    """They are told of a prompt and of what follows it, as evaluation harnesses ask for them."""
     prompt = tokenizer.encode(PROMPT * 30)[:600]
     answer = complete(client, prompt, logprobs=2, echo=True, max_tokens=6)
     told = answer.choices[0].logprobs

@@ -436,7 +436,7 @@ class PinnedFakeRunner(FakeRunner):
         return outputs
 
     def runs(self, kv: SequenceKV) -> list[float]:
-        """Of each token with KV: 1 for a prompt's, 2 for a round's."""
+        """Return 1 for each token with KV that ran in a prompt, 2 for one that ran in a round."""
         return self.kv.v_pages[-1][kv.pages, 0, :, 0].flatten()[: kv.length].tolist()
 
 

@@ -118,7 +118,7 @@ async def test_mutual_tls_admits_who_shows_a_certificate_of_the_authority(files:
 
 @pytest.mark.parametrize("is_certified", [True, False])
 async def test_a_peer_is_whom_its_certificate_names_or_where_it_calls_from(is_certified: bool, tmp_path: Path) -> None:
-    """Not the port, which is another one for each connection."""
+    """The port does not count, since it is another one for each connection."""
     server, access = await start(PeerAccess()), PeerAccess()
     if is_certified:
         await server.stop(0)
@@ -141,7 +141,7 @@ def spoil(files: Files) -> None:
 
 
 async def test_new_certificates_count_without_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of gRPC and of HTTP; whoever is connected stays, and files that cannot be used change nothing."""
+    """This holds for gRPC and HTTP. Whoever is connected stays, and files that cannot be used change nothing."""
     files = make_certificate(tmp_path, "renewed", AUTHORITY)
     old, new = tls(files), tls(make_certificate(tmp_path, "other", STRANGER))
     shown = read_tls(files.cert, files.key, files.ca)

@@ -82,7 +82,7 @@ def test_approximate_turns_come_no_later_than_exact_ones(every_clock: Clock) -> 
 
 
 def test_sessions_go_on_between_long_prompts(every_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two steps over much of other prompts one follows a step of rounds alone; without sessions that go on, none."""
+    """Every second step over much of other prompts follows a step of rounds alone, if there are sessions that go on."""
     steps, plan = list[tuple[bool, bool]](), StepPlanner.plan
 
     def planned(planner: StepPlanner, *given: Any) -> VerifyStep | None:

@@ -171,7 +171,7 @@ def test_a_weight_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
 
 
 def test_a_service_of_the_bundled_pair_starts_without_transformers_modelling_code() -> None:
-    """Nor what that brings, unless transformers' tokenizers bring it: releases before 5.23 do."""
+    """It also loads nothing that this code brings, unless transformers' tokenizers do: releases before 5.23 do."""
     program = (
         "import sys\n"
         "from transformers import AutoTokenizer, PreTrainedConfig\n"

@@ -39,7 +39,7 @@ def test_both_backends_choose_the_same_blocks(
 
 
 def test_a_choice_reads_the_first_blocks_the_last_ones_and_the_weightiest() -> None:
-    """Of blocks 2 to 6, where the query likes the fifth."""
+    """The query likes the fifth of blocks 2 to 6."""
     means = torch.zeros(48, 1, 16)
     means[5 * 4 + 1] = 4.0
     queries, tables = torch.ones(1, 1, 16), torch.arange(48, dtype=torch.int32)[None]

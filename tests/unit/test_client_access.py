@@ -149,7 +149,7 @@ async def test_the_log_tells_who_and_why_and_never_what(
     ],
 )
 async def test_on_loopback_another_host_is_refused(router: ScriptedRouter, host: str, status: int) -> None:
-    """Else a page whose name was made to lead here (DNS rebinding) could use the server."""
+    """Otherwise a page whose name was made to lead here (DNS rebinding) could use the server."""
     async with running_gateway(router, allowed_hosts="Models.example") as url, aiohttp.ClientSession(url) as session:
         for path in ("/dashboard", "/v1/models"):
             async with session.get(path, headers={"Host": host}) as answer:

@@ -144,7 +144,7 @@ def test_alternatives_are_the_likeliest_tokens_that_were_not_drafted(
 
 
 def test_large_announcements_take_several_programs() -> None:
-    """Of which supports need fewer, and another pass more."""
+    """Supports need fewer programs than these, and another pass needs more."""
     pytest.importorskip("triton")
     for bitmap, support in (((40, 70), 3), ((2, 1), 900)):
         random = torch.Generator().manual_seed(support)

@@ -61,7 +61,7 @@ def test_passes_of_few_rows_read_weights_in_8_bits(folder: str, tokens: int) -> 
 
 @pytest.mark.parametrize("tokens", [7, 40])
 def test_experts_are_read_in_8_bits(tokens: int, tmp_path: Path) -> None:
-    """Of a mixture that is rounded as it is loaded. A token has all of its experts: no rounding changes the choice."""
+    """The mixture is rounded as it is loaded. A token has all its experts, so that no rounding changes the choice."""
     torch.manual_seed(0)
     mixture = {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 4}
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES | mixture)).save_pretrained(tmp_path)

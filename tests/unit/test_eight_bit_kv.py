@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_have_no_scale() -> None:
 
 @given(st.integers(0, 1000), st.floats(-9, 4))
 def test_what_is_written_is_read_back_within_a_sixteenth(seed: int, size: float) -> None:
-    """Of a difference to the center within the range of e4m3; of others within what bounds that range."""
+    """A difference to the center counts as far as the range of e4m3 goes."""
     random = torch.Generator().manual_seed(seed)
     of, differences = some_scales(3, 8), torch.randn(5, 3, 8, generator=random).to(DEVICE) * 2.0**size
     for which, to_pages, of_pages in ((0, keys_to_pages, keys_of_pages), (1, values_to_pages, values_of_pages)):

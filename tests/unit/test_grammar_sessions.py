@@ -77,7 +77,7 @@ def plain(model: FakeModel, source: str, prompt: list[int], count: int, least: i
 def test_greedy_with_a_draft_is_greedy_without(
     clock: Clock, source: str, agreement: int, branches: int, faults: int
 ) -> None:
-    """Also where a link misbehaves and where a session is opened again in the middle, on another target and draft."""
+    """A link may misbehave, and a session may be opened again in the middle, on another target and draft."""
     model = FakeModel(agreement=agreement)
     world = World(clock, 3, model, branches=branches, faults=Faults(left=faults), grammars=GRAMMARS)
     world.attach()

@@ -137,7 +137,7 @@ def test_sparse_reads(folder: str, block_size: int, group_means: bool) -> None:
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_verdicts_are_those_of_the_logits(folder: str, temperature: float) -> None:
-    """Of ragged rounds, one of them plain, dense and over lists, greedy ones beside sampled ones, one with rules."""
+    """Rounds are ragged, dense and over lists; one is plain, one has rules, and greedy ones run beside sampled ones."""
     pair = Pair(folder, 4)
     pair.check([(i, {"tokens": tokens(n, i)}) for i, n in enumerate((130, 17, 40, 60))])
     verdicts = []

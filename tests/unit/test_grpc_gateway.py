@@ -105,7 +105,7 @@ async def test_choices_are_told_apart(stub: Any, router: ScriptedRouter) -> None
 
 
 def test_a_request_has_the_fields_of_http() -> None:
-    """But for those of its form alone: of streams, of what gRPC always tells, and OpenAI's name."""
+    """Only those of HTTP's form are missing: of streams, of what gRPC always tells, and OpenAI's name."""
     theirs = set(CompletionRequest.model_fields)
     form = {"response_format", "prompt", "stream", "stream_options", "return_token_ids", "return_tokens_as_token_ids"}
     form |= {"return_speculation"}

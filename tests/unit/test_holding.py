@@ -27,7 +27,7 @@ def test_the_bound_solves_its_equation(mean: float, weight: float) -> None:
 
 @pytest.mark.parametrize("true", [0.02, 0.1, 0.4])
 def test_the_bound_holds_as_often_as_it_says(true: float) -> None:
-    """Of fading means as well, of values that are the worst for a given mean: 0 and 1."""
+    """Means may fade, and values are the worst for a given mean: 0 and 1."""
     chosen, missed, tries = random.Random(1), 0, 2000
     for _ in range(tries):
         weight = total = 0.0

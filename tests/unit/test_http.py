@@ -186,7 +186,7 @@ async def test_a_stop_string_cuts_what_is_told_of_tokens(
 
 
 async def test_the_answer_tells_of_speculation_by_vllms_names(client: AsyncOpenAI) -> None:
-    """Of 6 rounds with 4 drafted tokens each, every one accepted one."""
+    """There are 6 rounds with 4 drafted tokens each, one of which is accepted."""
     plain = await complete(client, max_tokens=12)
     assert not {"speculation", "metrics"} & plain.model_extra.keys()
     answer = await complete(client, max_tokens=12, extra_headers={"X-Return-Speculation": "1"})
@@ -301,7 +301,7 @@ async def test_tool_calls_are_streamed(client: AsyncOpenAI, router: ScriptedRout
 async def test_a_forced_call_that_is_cut_off_leaves_no_text(
     client: AsyncOpenAI, router: ScriptedRouter, kept: float, told: bool, stream: bool
 ) -> None:
-    """Of a call whose name has come its arguments so far are told, and the limit as the reason."""
+    """If the name of a call has come, its arguments so far are told. The reason is the limit."""
     router.answer = CALL
     limit = int(kept * len(router.tokenizer.encode(CALL, add_special_tokens=False)))
     fields: Any = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": limit}

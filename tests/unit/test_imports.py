@@ -173,7 +173,7 @@ def test_without_triton_kernels_are_imported_and_only_launching_fails() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Also not where only types are imported, or only when a function is called."""
+    """Imports for types alone count as well, and those within functions."""
     files = {path: dotted(path) for package in PACKAGES for path in files_of(package)}
     graph = {name: modules_of(path) & set(files.values()) for path, name in files.items()}
     found = circle_of(graph)

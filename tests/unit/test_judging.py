@@ -94,7 +94,7 @@ def own(logits: Tensor, sampling: Sampling, at: int) -> int:
 
 
 def test_a_screened_token_is_drawn_from_the_likeliest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it was drawn from is told, of each token of the verdict."""
+    """Each token of the verdict comes with what it was drawn from."""
     monkeypatch.setattr("specahead.engine.sampling.judging.WIDE_SUPPORT", 4)
     logits = torch.randn(200, 3, VOCAB, generator=torch.Generator().manual_seed(0))
     likely = logits.topk(5).indices

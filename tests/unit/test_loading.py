@@ -48,7 +48,7 @@ def test_memory_for_less_than_one_context_is_refused() -> None:
 
 
 def test_memory_for_less_than_one_context_on_one_rank_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else that rank alone would end, and the others with it, without a word of what to change."""
+    """Otherwise that rank would end alone, and the others with it, and nobody would say what to change."""
     monkeypatch.setattr(Ranks, "least", lambda self, number: min(number, 550))
     settings = replace(SETTINGS, kv_memory=1500 * A_TOKEN / 2**30, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="KV for 550 tokens fits, a context has 1000"):

@@ -62,7 +62,7 @@ def test_each_position_of_a_round_has_the_distribution_worked_out_by_hand(sampli
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_counts_follow_committed_tokens_back_and_on(seed: int) -> None:
-    """Of which some are taken back that were not confirmed, up to as many as a pass can judge."""
+    """Some that were not confirmed are taken back, up to as many as a pass can judge."""
     rng, prompt = random.Random(seed), 40
     counts, committed = TokenCounts(prompt), [rng.randrange(9) for _ in range(prompt)]
     confirmed = prompt

@@ -61,7 +61,7 @@ def test_the_latest_of_the_longest_matches_is_found_however_the_text_grew(
 def test_a_long_text_that_is_indexed_at_once_is_found_like_one_that_came_token_by_token(
     seed: int, kinds: int, count: int
 ) -> None:
-    """Of few kinds of tokens, so that n-grams recur at its beginning, after it, and over its end."""
+    """It has few kinds of tokens, so that n-grams recur at its beginning, after it, and over its end."""
     rng = random.Random(seed)
     tokens = [rng.randrange(kinds) for _ in range(MANY + 60)]
     lookup = PromptLookup()
@@ -73,7 +73,7 @@ def test_a_long_text_that_is_indexed_at_once_is_found_like_one_that_came_token_b
 def test_what_may_be_taken_back_is_looked_up_but_matched_by_nothing(
     text: list[int], tries: list[list[int]], count: int
 ) -> None:
-    """Of each try half stays, and what follows instead of the other half is found as if that had never been."""
+    """Half of each try stays; what follows in place of the other half is found as if that had never been."""
     lookup, stays = PromptLookup(), list(text)
     for held in tries:
         tokens = stays + held

@@ -51,7 +51,7 @@ def test_it_weighs_by_what_was_seen(
     layout_of_out: tuple[tuple[int, ...], int],
     seed: int,
 ) -> None:
-    """Also where a part of the rows is wanted, whatever the layouts; what is around stays as it is."""
+    """A part of the rows may be wanted, and layouts may be any; what is around stays as it is."""
     random = torch.Generator().manual_seed(seed)
     batch, heads, rows, dim = sizes
     skipped = seed % rows

@@ -117,7 +117,7 @@ def check_tiles(tiles: Tiles, choice: Choice) -> None:
 @given(st.integers(1, 300), st.integers(1, 12), st.data(), st.sampled_from([16, 64]))
 @settings(max_examples=8, deadline=None)
 def test_tiles_hold_each_pair_once(rows: int, count: int, data: st.DataObject, size: int) -> None:
-    """Also where some experts have no pairs and some many."""
+    """Some experts have no pairs, and some have many."""
     pytest.importorskip("triton")
     chosen = data.draw(st.integers(1, count))
     logits = torch.randn(rows, count, device=DEVICE) + data.draw(st.integers(0, 9)) * torch.arange(count, device=DEVICE)

@@ -39,7 +39,7 @@ def gains(served: Timed, sessions: int, context: int, kinds: list[Exactness], ru
 def test_a_draft_never_costs_more_than_it_brings(
     every_clock: Clock, sessions: int, context: int, kinds: list[Exactness], acceptance: float
 ) -> None:
-    """But in the first answers, from which it is learnt: by a twentieth at most."""
+    """Only the first answers, from which it is learnt, may cost a twentieth at most."""
     first, *others = gains(TimedTarget(every_clock, sessions, context, acceptance), sessions, context, kinds)
     assert first >= 0.95
     assert sum(others) / len(others) >= LEAST

@@ -132,7 +132,7 @@ class Outcome:
 
     @property
     def stages(self) -> int:
-        """Of rounds."""
+        """How often rounds brought whole sequences together."""
         return self.tiered.counters.stages - self.before.stages
 
 

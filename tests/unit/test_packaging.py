@@ -33,7 +33,7 @@ def test_a_wheel_brings_no_common_names(wheel: Path) -> None:
 
 
 def test_a_wheel_brings_nothing_that_serving_does_not_need(wheel: Path) -> None:
-    """Neither matplotlib, which is of the extra `lab`, nor the recordings of benchmarks."""
+    """It brings neither matplotlib, which the extra `lab` has, nor the recordings of benchmarks."""
     content = zipfile.ZipFile(wheel)
     assert [name for name in content.namelist() if name.endswith(".npz")] == []
     (metadata,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))

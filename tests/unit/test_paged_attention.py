@@ -239,7 +239,7 @@ def assert_read_weights(weights: Tensor, probs: list[np.ndarray], case: Case, bl
 
 
 def group_means(case: Case, group_size: int) -> GroupMeans:
-    """Of every group that ends before the first query, in shuffled slots; the others hold NaN and are in no table."""
+    """Return means of every group that ends before the first query, in shuffled slots; other slots hold NaN."""
     counts = [(n - rows) // group_size for n, rows in zip(case.kv_lengths, case.query_counts, strict=True)]
     kv_heads, dim = case.k_pages.shape[1], case.k_pages.shape[3]
     slots = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(0)).tolist()

@@ -156,7 +156,7 @@ def test_the_last_queries_give_their_weights(group: int, emitting: int, block_si
     ("group", "counts", "block_size"), [(1, [1, 1, 1], 1), (4, [9, 9, 9], 16), (3, [37, 5, 0], 64)]
 )
 def test_a_dense_pass_remembers(group: int, counts: list[int], block_size: int) -> None:
-    """Also in slices of a larger memory, with queries in several tiles, and beside an empty place of the batch."""
+    """The memory is a slice of a larger one; queries fill several tiles, and a place of the batch is empty."""
     rng = np.random.default_rng(group)
     torch.manual_seed(group)
     case = shuffled_case(rng, [counts[0], 130, 64 if counts[2] else 0], counts, 16, 2, 16, group)

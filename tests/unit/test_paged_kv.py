@@ -289,7 +289,7 @@ def small() -> KVCache:
 
 
 def test_kv_that_was_scrubbed_meets_nobody() -> None:
-    """Neither by its prefix nor in the memory of its pages; what another sequence holds as well stays."""
+    """Nobody finds it by its prefix or in the memory of its pages; what another sequence holds as well stays."""
     kv = small()
     tokens = list(range(3 * PAGE_SIZE))
     first = filled(kv, tokens[:PAGE_SIZE])

@@ -72,7 +72,7 @@ def open_six(room: Room, seed: int, exactness: m.Exactness = m.Exactness.EXACT) 
 def test_tokens_are_those_of_plain_decoding_in_every_pool(
     clock: Clock, exactness: m.Exactness, seed: int, pages: int, draft_pages: int, places: int
 ) -> None:
-    """Also where frames between draft and target are lost in order, repeated or late."""
+    """Frames between draft and target may come in another order, twice or late."""
     room = Room(
         clock,
         seed,

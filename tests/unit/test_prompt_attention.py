@@ -111,7 +111,7 @@ def as_queries_lie(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def test_each_piece_before_is_one_merge_and_the_last_is_written_where_it_belongs(
     monkeypatch: pytest.MonkeyPatch, new: int
 ) -> None:
-    """Of a short part, and of a long one."""
+    """One part is short, and one is long."""
     merges: list[Any] = []
 
     def merge(*arguments: Any, **rest: Any) -> Tensor:

@@ -76,7 +76,7 @@ def test_greedy(rows: int, gamma: int, vocab: int, dtype: torch.dtype) -> None:
 def test_sampled(
     rows: int, gamma: int, vocab: int, support: int, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of vocabularies that take several programs, and of lists of ties longer than a program holds at once."""
+    """Vocabularies may take several programs, and lists of ties may be longer than a program holds at once."""
     monkeypatch.setattr(specahead.kernels.rejection.positions, "CHUNK", chunk)
     monkeypatch.setattr(specahead.kernels.rejection.verdicts, "CANDIDATES", 16)
     expected, got = on_both(judge_sampled, batch(rows, gamma, vocab, support, chunk, dtype))

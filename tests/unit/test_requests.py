@@ -175,7 +175,7 @@ def test_a_tiny_temperature_is_raised_but_0_stays_greedy(given: float, used: flo
 
 @pytest.mark.parametrize(("prompts", "n"), [(3, 1), (1, 3), (2, 2)])
 def test_without_a_seed_each_choice_is_drawn_by_itself(prompts: int, n: int) -> None:
-    """Also the choices of several equal prompts; nor does one choice's seed follow from another's."""
+    """So are the choices of several equal prompts; no choice's seed follows from another's."""
     request = read_request(CompletionRequest, {"prompt": PROMPT, "n": n})
     seeds = [record.asked.sampling.seed for record in to_records(request, [PROMPT] * prompts, LIMITS)]
     assert len(set(seeds)) == prompts * n

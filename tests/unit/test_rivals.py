@@ -161,7 +161,7 @@ def test_tidal_reads_what_the_last_selection_layer_weighed_most(view: LayerView,
 @EXAMPLES
 @given(views(), st.integers(2, 5))
 def test_rounds_in_one_pass_choose_what_each_chooses_alone(name: str, view: LayerView, count: int) -> None:
-    """Also what tidal's layers choose for later ones, and by bounds that earlier rounds have settled."""
+    """This holds for what tidal's layers choose for later ones, and for bounds that earlier rounds have settled."""
     rows, choose = view.rounds.rows, RIVALS[name].choose
     many = layer_view(view.plan, base_of(view), rows * count, view.layer, seed=7)
     rounds = Rounds(base_of(view) - 1, rows, count)

@@ -55,7 +55,7 @@ def test_top_p_keeps_the_token_that_crosses_it() -> None:
 
 @pytest.mark.parametrize(("top_p", "tokens"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.7500001, 4)])
 def test_a_mass_of_just_top_p_is_enough(top_p: float, tokens: int) -> None:
-    """Of four tokens of one probability, which is exact in binary."""
+    """The four tokens have one probability, which is exact in binary."""
     assert kept(torch.ones(4), top_p) == list(range(tokens))
 
 

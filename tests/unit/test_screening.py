@@ -113,7 +113,7 @@ def test_greedy_is_plain_decoding_whatever_each_level_rejects(
 
 
 def test_most_rounds_are_sparse_where_all_is_accepted(clock: Clock) -> None:
-    """Of each 20 held tokens, 4 rounds of 5, one dense pass confirms them with the next round's proposal."""
+    """One dense pass confirms 20 held tokens, which are 4 rounds of 5, with the next round's proposal."""
     world = screened(clock, 1, Screens(screening=4), most=20)
     world.attach()
     name = world.open([3] * 160, 151)
@@ -187,7 +187,7 @@ def test_only_steps_that_screen_wholly_run_by_the_weights_for_that(clock: Clock)
 def test_a_step_for_which_there_is_no_room_may_cut_held_tokens_before_the_youngest_gives_way(
     clock: Clock, seed: int
 ) -> None:
-    """Of a session that was to confirm since the youngest had to, which then is in no step."""
+    """The held tokens are of a session that was to confirm because the youngest had to, which then is in no step."""
     world = screened(clock, seed, Screens(agreement=3, screening=3))
     kv, refused, planned = world.target.kv, 0, 0
     reserve = kv.reserve
@@ -249,7 +249,7 @@ def test_whatever_happens_only_confirmed_tokens_leave(
 
 
 def test_log_probabilities_are_told_of_each_confirmed_token_by_dense_attention(clock: Clock) -> None:
-    """And those of the prompt once."""
+    """Those of the prompt are told once."""
     world = screened(clock, 2, Screens(screening=3))
     world.attach()
     name = world.open([7] * 40, 30, logprobs=2, echo=True)

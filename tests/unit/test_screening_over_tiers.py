@@ -193,7 +193,7 @@ def test_sampled_tokens_are_those_without_tiers(folder: Path, sampling: Sampling
 
 
 def test_each_session_confirms_by_itself_where_its_kv_has_left_the_gpu(folder: Path) -> None:
-    """And all that do together where none has."""
+    """Where no KV has left the GPU all sessions confirm together."""
     beside = []
     for gpu_pages in (PAGES, GPU_PAGES):
         served = Served(folder, 1, gpu_pages, every=16)

@@ -105,7 +105,7 @@ def test_a_sample_that_misleads(sampled: float) -> None:
 
 @pytest.mark.parametrize("chunk", [8192, 512])
 def test_ties_that_are_taken_in_part(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where lists are cut to their width."""
+    """Lists may be cut to their width."""
     monkeypatch.setattr(specahead.kernels.selection, "CHUNK", chunk)
     weights = torch.full((3, 600), 0.5)
     weights[:, 100:130] = 0.75

@@ -52,7 +52,7 @@ def test_the_bytes_are_those_of_the_codec(seed: int, heads: int, lengths: list[i
 
 
 def random_words(shape: tuple[int, ...], widths: list[int], random: np.random.Generator) -> torch.Tensor:
-    """Of each sequence words with few bits or many, or none or all of them; zero behind its width."""
+    """Return words with few bits, many, none or all of them; those behind a sequence's width are zero."""
     words = np.zeros(shape, np.uint64)
     for of_sequence, width in zip(words, widths, strict=True):
         part = of_sequence[:, :width]

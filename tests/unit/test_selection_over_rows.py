@@ -36,7 +36,7 @@ def scores_of(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def wanted_sets(scores: Tensor, count: int, forced: Tensor | None) -> list[list[int]]:
-    """Of one group, by sorting (-score, flat index)."""
+    """Return what one group is to choose, by sorting (-score, flat index)."""
     flat = scores.flatten().numpy()
     best = [i for i in np.lexsort((np.arange(len(flat)), -flat)) if flat[i] > 0][: max(0, count)]
     rows, n = scores.shape

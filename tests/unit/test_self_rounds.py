@@ -125,7 +125,7 @@ def test_passes_that_draft_may_run_other_weights(folder: Path) -> None:
 
 
 def test_what_a_later_pass_judges_may_run_other_weights(folder: Path) -> None:
-    """Also beside what it does not, in a pass of its own."""
+    """What no later pass judges runs in a pass of its own beside it."""
     runner = drafting_wrongly(folder)
     prompt, kvs = tokens(150, 1), [SequenceKV() for _ in range(3)]
     for kv in kvs:

@@ -200,7 +200,7 @@ def test_a_session_opened_again_goes_on_where_it_stood(clock: Clock, seed: int) 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 48])
 def test_a_prompt_that_was_read_before_is_not_read_again(clock: Clock, length: int) -> None:
-    """But for its last token, which the first round runs: on both sides, up to whole pages."""
+    """Both sides reuse its whole pages; the first round runs its last token."""
     world = World(clock, length)
     world.attach()
     prompt = [length % VOCAB] * length
@@ -267,7 +267,7 @@ def test_greedy_with_rules_is_plain_decoding_with_them(clock: Clock, sampling: S
 
 
 def test_log_probabilities_are_of_the_targets_own_distribution(clock: Clock) -> None:
-    """Of each committed token, whether it was proposed or not, and of the prompt's, in parts."""
+    """Each committed token has one, whether it was proposed or not, and so have the prompt's, which come in parts."""
     model = FakeModel(agreement=2)
     world = World(clock, 7, model, gamma=3, prefill_chunk=24)
     world.attach()

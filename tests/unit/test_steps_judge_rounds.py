@@ -59,7 +59,7 @@ def request_of(kv: SequenceKV, text: list[int], sampling: Sampling) -> RoundRequ
 def test_it_judges_what_the_rounds_leave(
     pair: tuple[ModelRunner, ModelRunner], proposed: list[int], samplings: list[Sampling]
 ) -> None:
-    """Of each as many tokens as are proposed; steps and rounds hold their sequences in other orders."""
+    """It judges as many tokens of each as are proposed; steps and rounds hold their sequences in other orders."""
     target, draft = pair
     random = torch.Generator().manual_seed(len(proposed))
     texts = [torch.randint(0, 4000, (20 + 7 * i,), generator=random).tolist() for i in range(len(proposed))]

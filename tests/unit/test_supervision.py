@@ -118,7 +118,7 @@ async def test_what_starts_or_is_slow_is_left_alone(script: list[grpc.StatusCode
 
 @pytest.mark.parametrize("script", [[None, GONE], [None, *[HANGS] * 8, HANGS]])
 async def test_a_service_that_is_gone_or_was_replaced_is_looked_for(script: list[grpc.StatusCode | None]) -> None:
-    """And one that answers, or starts at the same place, is not taken for another."""
+    """One that answers, or starts at the same place, is not taken for another."""
     placement = Placement()
     placement.addresses = {"target-1": "127.0.0.2:7", "draft": "127.0.0.3:8"}
     services = {"target-1": Service(*script), "target-2": Service(GONE), "draft": Service(None)}

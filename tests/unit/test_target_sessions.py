@@ -455,7 +455,7 @@ def test_a_peer_gains_no_places_by_many_streams() -> None:
 
 
 def test_without_a_queue_a_session_runs_if_a_place_is_free_and_is_refused_otherwise() -> None:
-    """Also before the step that takes it up, and as soon as one that ran has ended."""
+    """This holds before the step that takes it up, and as soon as one that ran has ended."""
     verifier = Verifier(
         FakeRunner(FakeModel().target, False, LAYERS, 1, 40),
         PLAN,

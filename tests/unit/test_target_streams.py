@@ -213,7 +213,7 @@ async def test_a_draft_that_does_not_read_is_sent_away() -> None:
 
 
 async def test_a_peer_holds_so_many_streams_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each kind; one that ends makes room."""
+    """The limit is for each kind of stream; one that ends makes room."""
     monkeypatch.setattr("target_service.servicer.MOST_STREAMS", 2)
     async with target() as channel:
         ours, drafts = [Orchestrator(channel) for _ in range(2)], [Draft(channel) for _ in range(2)]

@@ -47,7 +47,7 @@ def test_ids_of_pieces_are_those_of_the_text(pieces: PieceEncoder, tokenizer: An
 
 
 def test_the_next_turn_of_a_chat_encodes_what_is_new(tokenizer: Any) -> None:
-    """Of long pieces; short ones are encoded as soon as found."""
+    """This holds for long pieces; short ones are encoded as soon as they are found."""
     counting = Counting(tokenizer)
     pieces = PieceEncoder(counting)
     counting.encoded.clear()

@@ -367,7 +367,7 @@ class Tiers(RuleBasedStateMachine):
 
     @invariant()
     def cache_lines_hold_what_is_stored(self) -> None:
-        """Of all that the clock has, in every cache line."""
+        """Every cache line that the clock has is looked at."""
         kv = self.kv
         if not kv.offload_active:
             return
@@ -431,7 +431,7 @@ class Tiers(RuleBasedStateMachine):
 
 
 def test_sessions_over_tiers() -> None:
-    """And that the machine gets to all that is to be tested."""
+    """The machine holds, and gets to all that is to be tested."""
     Tiers.reached.clear()
     run_state_machine_as_test(
         Tiers, settings=settings(max_examples=50 if DEVICE == "cpu" else 30, stateful_step_count=50, derandomize=True)

@@ -354,7 +354,7 @@ class World:
 
 
 def prompts(rng: random.Random, count: int, longest: int = 150) -> list[list[int]]:
-    """Of any length; many begin with the same pages."""
+    """Return prompts of any length, many of which begin with the same pages."""
     common = [rng.randrange(VOCAB) for _ in range(longest)]
     made = []
     for _ in range(count):
