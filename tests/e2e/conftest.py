@@ -13,9 +13,9 @@ from tests.stack import Stack
 
 # The longest files begin first, so that none of them runs alone at the end.
 LONGEST = (
-    *("test_failures.py", "test_exact_greedy.py", "test_tensor_parallel.py", "test_approximate.py", "test_apart.py"),
-    *("test_offload.py", "test_handshake.py", "test_cli.py", "test_access.py", "test_sampling.py"),
-    *("test_calibrate.py", "test_precision.py"),
+    *("test_failures.py", "test_exact_greedy.py", "test_tensor_parallel.py", "test_approximate.py", "test_cli.py"),
+    *("test_apart.py", "test_offload.py", "test_precision.py", "test_access.py", "test_handshake.py"),
+    *("test_sampling.py", "test_calibrate.py"),
 )
 
 

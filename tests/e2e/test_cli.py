@@ -246,7 +246,7 @@ def test_status_tells_of_services_sessions_and_kv(stack: Stack, client: OpenAI) 
 
 def test_tasks_and_acceptance_are_asked_of_it(stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The bundled pair answers; its rounds are counted, and what it read is less where it may be."""
-    asked = ["--url", stack.http, "--tokenizer", str(TARGET), "--contexts", "1024", "--samples", "2", "--json"]
+    asked = ["--url", stack.http, "--tokenizer", str(TARGET), "--contexts", "512", "--samples", "2", "--json"]
     tasks, acceptance = tmp_path / "tasks.json", tmp_path / "acceptance.json"
     main(["evaluate", "tasks", *asked, str(tasks), "--tasks", "niah_single_1"])
     rows = json.loads(tasks.read_text())["rows"]

@@ -5,7 +5,7 @@ So a page that is wrong, stale, shared or missing changes the outcome or trips a
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,7 @@ from specahead.kernels.rejection import race, truncated_probs
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire import messages as m
+from target_service.session import TargetSession
 from tests.chaining import ChainingRunner
 
 VOCAB, LAYERS, KV_HEADS = 32, 3, 2
@@ -435,9 +436,12 @@ class PinnedFakeRunner(FakeRunner):
             self.kv.v_pages[-1][pages, 0, at % PAGE_SIZE, 0] = 1.0 + (item.drafted is not None)
         return outputs
 
-    def runs(self, kv: SequenceKV) -> list[float]:
-        """Return 1 for each token with KV that ran in a prompt, 2 for one that ran in a round."""
-        return self.kv.v_pages[-1][kv.pages, 0, :, 0].flatten()[: kv.length].tolist()
+    def check_runs(self, sessions: Iterable[TargetSession]) -> None:
+        """Check that what was read as a prompt has run in one, and what was generated in rounds."""
+        for session in sessions:
+            kv, prompt = session.kv, min(session.asked.prompt_tokens - 1, session.kv.length)
+            runs = self.kv.v_pages[-1][kv.pages, 0, :, 0].flatten()[: kv.length].tolist()
+            assert runs == [1] * prompt + [2] * (kv.length - prompt)
 
 
 def changed(logits: np.ndarray, history: list[int], rules: RoundRules | None) -> np.ndarray:

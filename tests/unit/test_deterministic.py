@@ -326,9 +326,7 @@ class PinnedWorld(World):
         check_kv(self)
         assert isinstance(self.target, PinnedScreeningRunner)
         if self.target_side.step is None:
-            for session in self.sessions.values():
-                prompt = min(session.asked.prompt_tokens - 1, session.kv.length)
-                assert self.target.runs(session.kv) == [1] * prompt + [2] * (session.kv.length - prompt)
+            self.target.check_runs(self.sessions.values())
 
 
 def world_of(clock: Clock, seed: int, model: Screens, most: int, **how: Any) -> PinnedWorld:
