@@ -23,8 +23,8 @@ def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     """Return whether sessions confirm the tokens that they hold: all do once one has to. rounds: the sessions and the
     numbers of their proposed tokens.
 
-    One dense pass for all takes less time than several that list everything for some of the sessions. They
-    weigh the KV that they read if one of them is due to that holds tokens, or soon may.
+    One dense pass for all takes less time than several that list everything for some of the sessions. All weigh the KV
+    that they read if one of them is due to weigh it, and holds tokens or soon may.
     """
     screened = [(session, session.screening, proposed) for session, proposed in rounds if session.screening is not None]
     confirm = [(session, screening) for session, screening, n in screened if is_confirmed(session, screening, n)]

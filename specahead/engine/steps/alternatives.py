@@ -1,9 +1,9 @@
-"""Alternatives: the tokens that a draft found likeliest beside its own run with these, and save a step where right.
+"""Alternatives: other tokens that a draft found likely run beside its drafted ones, and save a step where one is right.
 
-Where a step rejects a drafted token it adds one of its own, which often is the draft's second choice. That one runs in
-the same pass, as a leaf of a token tree (SpecInfer, arXiv:2305.09781) beside the chain of drafted tokens, so that the
-logits after it are there already. Drafted tokens are judged, and the token that follows them is drawn, as without
-alternatives, and what follows one of these as in a step of its own: it only comes sooner.
+A step that rejects a drafted token adds one of its own, which often is the draft's second choice. So the second choice
+runs in the same pass, as a leaf of a token tree (SpecInfer, arXiv:2305.09781) beside the chain of drafted tokens, and
+the logits after it are there already. Drafted tokens are judged, and the token after them is drawn, as they are without
+alternatives. The token after an accepted alternative is drawn as in a step of its own: it only comes sooner.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from specahead.kernels.kv_write import move_kv
 
 
 @dataclass(frozen=True)
-class Judged:
+class PassVerdicts:
     """The verdicts of a pass."""
 
     accepted: Tensor
@@ -37,13 +37,12 @@ def drafted_logits(logits: Tensor, shape: PassShape) -> Tensor:
 
 
 def accept_alternatives(
-    judged: Judged, given: dict[str, Tensor], shape: PassShape, kv: KVCache, tap: StateTap | None = None
-) -> tuple[Judged, Tensor]:
-    """Return the verdicts with alternatives: where one is the token that follows, it is accepted, and the next follows.
+    judged: PassVerdicts, given: dict[str, Tensor], shape: PassShape, kv: KVCache, tap: StateTap | None = None
+) -> tuple[PassVerdicts, Tensor]:
+    """Return the verdicts with alternatives: one that is the token that follows is accepted, and the next one follows.
 
-    Also returns the accepted alternatives, int32 [sequences], -1 where none was. Their KV is moved to the place of that
-    of the rejected tokens, and so are their states if there is a `tap`. given: the buffers of the pass, with its
-    logits.
+    Also returns the accepted alternatives, int32 [sequences], -1 where none was. Their KV is moved to where that of the
+    rejected tokens lies, and so are their states if there is a `tap`. given: the buffers of the pass, with its logits.
     """
     backend, sequences = default_backend(given["logits"].device), shape.sequences
     assert shape.judge is not None
@@ -65,7 +64,7 @@ def accept_alternatives(
         tap.move(source, target)
     alternative = judged.following.where(is_one, -1)
     following = following.to(judged.following.dtype).where(is_one, judged.following)
-    return Judged(judged.accepted + is_one, following, largest), alternative
+    return PassVerdicts(judged.accepted + is_one, following, largest), alternative
 
 
 def _one_more(given: dict[str, Tensor], at: Tensor) -> dict[str, Tensor]:

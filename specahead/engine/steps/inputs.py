@@ -115,8 +115,8 @@ class SequenceInput:
     held: int = 0
     """How many tokens after the first come before those of the round."""
     alternatives: int = 0
-    """Beside how many of the drafted tokens, the first ones, runs what else its round found likeliest there. Where the
-    token that follows those accepted is such an alternative, it counts as accepted, and the one after it follows."""
+    """How many of the drafted tokens, the first ones, run with an alternative: the other token that the round found
+    likeliest there. If the token that follows the accepted ones is one, it is accepted, too, and the next follows."""
     light: bool = False
     """Whether it runs by the weights that the runner has for what a later pass judges, if it has such."""
     audit: Audit | None = None

@@ -14,7 +14,7 @@ from specahead.engine.model.layer_attention import BlockMemory, LayerAttention, 
 from specahead.engine.parallel.ranks import Ranks
 from specahead.engine.sampling.judging import judge
 from specahead.engine.staging import Buffers
-from specahead.engine.steps.alternatives import Judged, accept_alternatives, drafted_logits
+from specahead.engine.steps.alternatives import PassVerdicts, accept_alternatives, drafted_logits
 from specahead.engine.steps.device_chain import DeviceChain
 from specahead.engine.steps.drafting import draft_for_itself
 from specahead.engine.steps.prompt_graphs import PromptGraphs
@@ -172,7 +172,7 @@ def _leave_results(
     if shape.judge is not None:
         by_sequence = drafted_logits(given["logits"], shape)
         accepted, following = judge(by_sequence, given, backend, shape.judge.draws_own, shape.judge.cuts)
-        judged = Judged(accepted, following, by_sequence.amax(2))
+        judged = PassVerdicts(accepted, following, by_sequence.amax(2))
         alternative = None
         if shape.alternatives:
             judged, alternative = accept_alternatives(judged, given, shape, model.kv, model.tap)

@@ -23,7 +23,7 @@ _OF_SEQUENCES = "accepted", "following", "blocks_read", "alternative", "drafted"
 Output = TypeVar("Output")
 
 
-# Waits for a launched step and returns what it gave each sequence. To be called once, before the next but one.
+# Waits for a launched step and returns its outputs. Call it once, before the step after the next one is launched.
 StepUnderWay = Callable[[], list[SequenceOutput]]
 
 
