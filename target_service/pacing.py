@@ -47,8 +47,6 @@ class StepSeen:
     """Seconds from one commit to the next, of each session whose last two rounds were made alike, by how its round was
     verified.
     """
-    tokens: int = 0
-    """Tokens that its rounds brought."""
     drafting: float = 0.0
     """Seconds that the draft took for its rounds."""
 
@@ -112,7 +110,6 @@ class Pacing:
         alternative: whether the last accepted token is one.
         """
         session, pace = item.session, item.session.pace
-        seen.tokens += commit.accepted + 1
         if commit.finish_reason is not FinishReason.NONE:
             prompt, read = session.asked.prompt_tokens, pace.prompt_tokens
             skippable = max(0, read - prompt + self._speculation.skipped_by_draft(prompt, announces=False))
@@ -185,7 +182,7 @@ class Pacing:
             drafting = min(seen.drafting, max(0.0, measured[0].seconds - seen.seconds))
             self.policy.costs.sizes.note_drafting(drafting, seen.seconds, seen.kind, seen.load)
         if seen.load.sessions:
-            self.policy.note_step(Ended(seen.now, seen.rounds, seen.tokens, seen.load, measured))
+            self.policy.note_step(Ended(seen.now, seen.rounds, seen.load, measured))
 
     def _load(self, everyone: bool = False) -> Load:
         """Return the load by the sessions that generate, or by all that run."""

@@ -15,8 +15,8 @@ NEWEST = 1 / 32  # weight of the newest judgement of a position, once 30 are kno
 class Acceptance:
     """Chances of the tokens of a round: each given that all before it were accepted.
 
-    `chances` and `judged` (how often each was judged) have an entry for each position; tokens beyond the last position
-    count as one there.
+    `chances` and `judged` (how many judgements each rests on; older ones fade) have an entry for each position; tokens
+    beyond the last position count as one there.
     """
 
     __slots__ = ("_newest", "_prior_rounds", "chances", "judged")
@@ -43,7 +43,8 @@ class Acceptance:
         least = newest or self._newest
         for token in range(min(proposed - left_out, accepted + 1)):
             position = min(token, last)
-            judged[position] += 1
+            if self._prior_rounds + judged[position] < 1 / least:
+                judged[position] += 1
             weight = max(least, 1 / (self._prior_rounds + judged[position]))
             chances[position] += weight * ((token < accepted) - chances[position])
         for position in range(proposed, last + 1 if proposed else 0):  # untried positions follow the last tried one

@@ -18,7 +18,7 @@ from target_service.policy.trials import Trials
 
 log = logging.getLogger(__name__)
 
-MARGIN, PLAIN_MARGIN = 0.02, 0.01  # by which another plan must be faster than the present one; by which plain must be
+MARGIN = 0.005  # by which another plan must be faster than the present one
 # By which sparse verification must be faster than exact rounds, for the quality that it costs: where its rounds were
 # measured under such a load, and by their sizes alone, which say less of it.
 SPARSE_MARGIN, UNMEASURED_MARGIN = 0.05, 0.25
@@ -149,13 +149,10 @@ class Policy:
         self._since += ended.rounds
         for measured in ended.measured:
             self.costs.note(measured.kind, load, measured.seconds, measured.sessions)
-        tried = self._trials.note_step(ended, seconds, self.plan)
+        if self._trials.note_step(ended, seconds, self.plan):
+            self._since = sessions + DECIDED_EVERY
         if self._trials.plan is not None:
             return
-        if tried is not None:
-            if not self._present.gamma:  # a trial is too short to show that proposing does not pay
-                self._present = tried
-            self._since = sessions + DECIDED_EVERY
         apart = ended.now >= self._chosen + DECIDED_APART or self._since >= MOST_UNDECIDED
         if apart and self._since >= max(DECIDED_EVERY, sessions):
             self._chosen = ended.now
@@ -168,14 +165,14 @@ class Policy:
         rates = self.gains.rates(self.options.plans(load), at)
         best = max(rates, key=rates.__getitem__)
         present = self._present if self._present in rates else best
-        margin = (MARGIN if best.gamma else PLAIN_MARGIN) + at.uncertainty(kinds_of(present, load)[-1])
+        margin = MARGIN + at.uncertainty(kinds_of(present, load)[-1])
         if not best.gamma:
             margin += BENEFIT_OF_DOUBT * self.gains.acceptance.standard_error(present.gamma)
         if rates[best] > rates[present] * (1 + margin):
             present = best
         before, self._present = self.choice.plan, present  # a plan that was only tried since does not count
         changes = present != before
-        self._trials.note_paid(proposing=best.gamma > 0, holding=changes and present.held > 0)
+        self._trials.note_paid(proposing=present.gamma > 0, holding=changes and present.held > 0)
         if changes:
             self.counters["drafting_pauses"] += bool(before.gamma) and not present.gamma
         others = {plan: rate for plan, rate in rates.items() if plan != present}

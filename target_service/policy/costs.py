@@ -41,8 +41,6 @@ class Ended(NamedTuple):
     """When, in seconds."""
     rounds: int
     """Rounds that it had."""
-    tokens: int
-    """Tokens that they brought."""
     load: Load
     measured: tuple[Measured, ...] = ()
     """What its rounds took, of each kind; empty if that does not say what others will take."""
@@ -172,11 +170,12 @@ class CostsAtLoad:
             return 1.0
         if kind in self.scales:
             return SEEN_ELSEWHERE
-        near = any(kind[::2] == other[::2] for other in self.known)
+        near, far = (any(kind[::2] == other[::2] for other in seen) for seen in (self.known, self.scales))
+        doubt = SEEN_NEAR if near else SEEN_ELSEWHERE if far else NEVER_SEEN
         # Reading the weights takes the same however few rows a step has, but many rows take longer with each.
         most = max((other.gamma for other in self.known), default=0)
         rows, measured = self.load.sessions * (kind.gamma + 1), self.load.sessions * (most + 1)
-        return (SEEN_NEAR if near else NEVER_SEEN) * max(1.0, measured / max(MOST_ROWS, rows))
+        return doubt * max(1.0, measured / max(MOST_ROWS, rows))
 
     def uncertainty(self, kind: RoundKind) -> float:
         """Return by which share another plan must be faster beyond the usual margin, since few rounds of this kind were

@@ -9,7 +9,7 @@ from target_service.policy.plans import PLAIN, Load, Proposer, RoundKind, RoundP
 from target_service.policy.reading import DraftReading
 
 ALTERNATIVES_PRIOR = 6  # rejected tokens that the prior of their alternatives counts as
-POOLED_NEWEST, POOLED_ROUNDS = 1 / 64, 16  # weight of a round in the acceptance of all, for one session and for many
+POOLED_NEWEST, POOLED_ROUNDS = 1 / 128, 32  # weight of a round in the acceptance of all, for one session and for many
 HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
 RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts as when proposing is tried again
 
@@ -51,7 +51,7 @@ class Gains:
 
     def doubt_acceptance(self) -> None:
         """Let the next rounds count for more, since proposing is tried again."""
-        self.acceptance = self.acceptance.copy(min(RETRIED_PRIOR, self.acceptance.judged[0]))
+        self.acceptance.judged = [min(RETRIED_PRIOR, judged) for judged in self.acceptance.judged]
 
     def doubt_held(self) -> None:
         """Expect of held tokens at least what was expected first, since holding is tried again."""

@@ -9,8 +9,8 @@ from target_service.policy.costs import CostsAtLoad, Ended
 from target_service.policy.gains import Gains, kinds_of
 from target_service.policy.plans import Load, RoundKind, RoundPlan
 
-TRIED = 6  # rounds of each session that a plan is tried for
-TRIAL_LIMIT = 8  # times TRIED rounds of each session, after which a trial ends in any case
+TRIED = 4  # rounds of each session that a plan is tried for
+TRIAL_LIMIT = 3  # times TRIED rounds of each session, after which a trial ends in any case
 TRIAL_SHARE = 0.005  # of the time that trials may cost
 FIRST_TRIALS = 4  # rounds of each session that trials may cost at once
 HELD_WAIT = 1024  # rounds of each session before holding is tried again that did not pay
@@ -26,10 +26,6 @@ class _Trial:
     """Rounds of each session that are still to be made so."""
     limit: float
     """Rounds of each session, however made, after which it ends."""
-    rate: float
-    """Tokens a second of each session by the plan before it."""
-    lost: float
-    """Seconds that it was expected to lose, less the seconds that it has lost so far."""
 
     def is_made_by(self, kind: RoundKind) -> bool:
         return (kind.proposer, kind.gamma) == (self.plan.proposer, self.plan.gamma)
@@ -52,8 +48,8 @@ class Trials:
         """The plan that is being tried; None if there is no trial."""
         return None if self._trial is None else self._trial.plan
 
-    def note_step(self, ended: Ended, seconds: float, plan: RoundPlan) -> RoundPlan | None:
-        """Take note of a step that took `seconds` by a plan. Returns the plan whose trial it has ended, if it has."""
+    def note_step(self, ended: Ended, seconds: float, plan: RoundPlan) -> bool:
+        """Take note of a step that took `seconds` by a plan. Returns whether it has ended a trial."""
         sessions = max(1, ended.load.sessions)
         share = ended.rounds / sessions
         self._rested = 0.0 if plan.gamma else self._rested + share
@@ -62,15 +58,13 @@ class Trials:
         if trial is None:
             if self._saved is not None:
                 self._saved += TRIAL_SHARE * seconds
-            return None
-        trial.lost -= seconds - ended.tokens / (sessions * trial.rate)
+            return False
         trial.left -= share * any(trial.is_made_by(measured.kind) for measured in ended.measured)
         trial.limit -= share
         if min(trial.left, trial.limit) > 0 and trial.bucket == ended.load.bucket:
-            return None
-        self._saved = (self._saved or 0.0) + min(0.0, trial.lost)
+            return False
         self._trial = None
-        return trial.plan
+        return True
 
     def note_paid(self, proposing: bool, holding: bool) -> None:
         """Let the next trials of proposing, or of holding, come as soon as the first ones did, since it paid."""
@@ -94,7 +88,7 @@ class Trials:
             lost = self._lost(best, rates, present, at)
             if lost <= self._saved:
                 self._saved -= lost
-                self._begin(best, at.load, rates[present], lost)
+                self._begin(best, at.load)
                 return
         if not present.gamma and self._rested >= SHORTEST_WAIT:
             again = max(others, key=others.__getitem__)
@@ -102,7 +96,7 @@ class Trials:
             if lost * min(2**self._in_vain, LONGEST_WAIT) <= self._saved:
                 self._in_vain, self._saved = self._in_vain + 1, 0.0
                 self._gains.doubt_acceptance()
-                self._begin(again, at.load, rates[present], lost)
+                self._begin(again, at.load)
         elif not present.held and self._dense >= HELD_WAIT * min(2**self._held_in_vain, LONGEST_WAIT):
             self._dense, self._held_in_vain = 0.0, self._held_in_vain + 1
             self._gains.doubt_held()
@@ -113,10 +107,10 @@ class Trials:
         reading = self._gains.reading.seconds_to_read(at.load.undrafted) if plan.drafted else 0.0
         return reading + TRIED * seconds * max(0.0, 1 - rates[plan] / rates[present])
 
-    def _begin(self, plan: RoundPlan, load: Load, rate: float, lost: float) -> None:
+    def _begin(self, plan: RoundPlan, load: Load) -> None:
         self._counters["drafting_probes"] += 1
         self._rested = 0.0
-        self._trial = _Trial(plan, load.bucket, TRIED, TRIAL_LIMIT * TRIED, rate, lost)
+        self._trial = _Trial(plan, load.bucket, TRIED, TRIAL_LIMIT * TRIED)
 
 
 def _doubt(plan: RoundPlan, at: CostsAtLoad) -> float:

@@ -121,7 +121,6 @@ class Machine:
         self.now += seconds
         self.plain_tokens += len(self.clients) * seconds / self.seconds(PLAIN_KIND)
         took: list[float] = []
-        before = self.tokens
         for client, plan in zip(self.clients, plans, strict=True):
             self._round(client, plan, kind, seconds, took)
         self.plans.append((self.now, drafted))
@@ -132,7 +131,7 @@ class Machine:
         if kind.proposer is Proposer.DRAFT:
             step = self.true.step(kind, load) * A_TOKEN
             self.policy.costs.sizes.note_drafting(seconds - step, step, kind, load)
-        self.policy.note_step(Ended(self.now, len(plans), round(self.tokens - before), load, measured))
+        self.policy.note_step(Ended(self.now, len(plans), load, measured))
         for client in self.clients:
             client.pace.next_round = self.policy.plan_of(client.pace, int(client.tokens), client.announces)
 
@@ -235,7 +234,8 @@ def test_over_many_loads_the_policy_is_as_fast_as_the_best_fixed_plan(proposer: 
         f"{proposer.name}: {min(whole):.3f} at least, {sum(whole) / loads:.3f} on average; after {SETTLED} s "
         f"{min(late):.3f}, {sum(late) / loads:.3f}; {sum(each >= 0.99 for each in late)} of {loads} above 0.99"
     )
-    assert min(whole) >= 0.97 and sum(late) / loads >= 0.99
+    assert min(whole) >= 0.97 and sum(late) / loads >= 0.995
+    assert min(late) >= 0.975 and sum(each < 0.99 for each in late) <= loads / 40
 
 
 def alone(
@@ -299,7 +299,7 @@ def test_a_few_unlucky_rounds_do_not_end_proposing() -> None:
 
 
 def test_a_trial_in_vain_is_no_pause() -> None:
-    """Its plan is compared with plain rounds as if it were the present one, and only a choice makes it that."""
+    """Only a choice makes its plan the present one."""
     policy, load = machine(1).policy, Load(1, 2000)
     tried = policy.options.plans(load)[-1]
     for kind, seconds in ((kinds_of(tried, load)[0], 0.05), (PLAIN_KIND, 0.01)):
@@ -311,9 +311,9 @@ def test_a_trial_in_vain_is_no_pause() -> None:
     policy.counters.clear()
     for now, rate in ((1.0, 1e9), (2.0, 0.0)):  # the tried plan turns out slower than plain rounds, then much faster
         policy._trials._held_in_vain = 3
-        policy._trials._begin(tried := replace(tried, held=8), load, 100.0, 0.0)
+        policy._trials._begin(tried := replace(tried, held=8), load)
         policy.gains.rates = lambda plans, at, rate=rate: {PLAIN: rate, tried: 1.0}
-        policy.note_step(Ended(now, 1, 1, replace(load, tokens=9000)))  # of another bucket
+        policy.note_step(Ended(now, 1, replace(load, tokens=9000)))  # of another bucket
         assert policy.plan == (PLAIN if rate else tried) and policy._trials._held_in_vain == (3 if rate else 0)
     assert policy.counters == {"drafting_probes": 2, "drafting_pauses": 0}
 
@@ -411,11 +411,11 @@ def test_choices_are_apart_by_time_and_by_rounds() -> None:
 
     policy.choose = choose
     for step in range(1, 101):
-        policy.note_step(Ended(0.01 * step, 6, 16, Load(6, 6_000)))
+        policy.note_step(Ended(0.01 * step, 6, Load(6, 6_000)))
     assert all(0.029 < later - earlier < 0.05 for earlier, later in itertools.pairwise(chosen)) and len(chosen) > 20
     chosen.clear()
     for _ in range(16):
-        policy.note_step(Ended(1.0, 16, 16, Load(16, 16_000)))
+        policy.note_step(Ended(1.0, 16, Load(16, 16_000)))
     assert len(chosen) == 16 * 16 // MOST_UNDECIDED
 
 
@@ -546,7 +546,7 @@ def test_holding_is_tried_again_where_it_did_not_pay() -> None:
     policy.choose(load)
     assert policy.plan.held == 0
     while not policy.plan.held and rounds < 20_000:
-        policy.note_step(Ended(0.02 * rounds, 4, 13, load, (Measured(DRAFT_4, 0.02, 4),)))
+        policy.note_step(Ended(0.02 * rounds, 4, load, (Measured(DRAFT_4, 0.02, 4),)))
         rounds += 1
     assert 500 < rounds < 5_000
 
@@ -562,12 +562,10 @@ def test_approximate_requests_are_served_exactly_unless_sparse_rounds_are_clearl
         seconds = {kind: policy.costs.at(exact).seconds(kind) * A_TOKEN for kind in (SCREENS_4, CONFIRMS_4)}
         for kind, taken in seconds.items():
             for number in range(8):
-                policy.note_step(Ended(0.02 * number, 8, 26, exact, (Measured(kind, taken, 8),)))
+                policy.note_step(Ended(0.02 * number, 8, exact, (Measured(kind, taken, 8),)))
         if sparse is not None:
             for number in range(8):
-                policy.note_step(
-                    Ended(0.02 * number, 8, 26, exact, (Measured(SPARSE_4, sparse * seconds[SCREENS_4], 8),))
-                )
+                policy.note_step(Ended(0.02 * number, 8, exact, (Measured(SPARSE_4, sparse * seconds[SCREENS_4], 8),)))
         return policy
 
     assert Policy(Options(Proposer.DRAFT, (4,)), CostTable(Sizes(WEIGHTS)), Counter()).serves_exactly
