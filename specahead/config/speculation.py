@@ -38,7 +38,7 @@ class Speculation(Keyed, group="speculation"):
     each round is dense; null: as many as are fastest, where screening can pay."""
     lookup: bool | None = None
     """Whether exact sessions propose tokens that followed their last ones earlier: up to 15 before their draft model is
-    asked, where as many occurred before, and after three such tokens where it is not; null: where it is on a GPU."""
+    asked, where the last 15 occurred before, and where the last three did if it is not; null: where it is on a GPU."""
     draft_context: Annotated[int, Within(least=0)] = 2048
     """A draft that announces no blocks reads the last tokens of a prompt alone: at least as many as this, at most twice
     as many, and four times of a text that grows; 0: all."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], str]]  # for each column, by its name, a function that makes a row's cell
 
-_UNSAID = "run", "command", "task", "json", "api_key"  # what a command's line leaves out
+_UNSAID = "command", "task", "json", "plot", "api_key"  # what a command's line leaves out
 
 
 def describe_run(flags: argparse.Namespace, machine: str) -> dict[str, str]:
@@ -27,7 +27,7 @@ def command_line(flags: argparse.Namespace) -> str:
     """Return the command line that these flags come from, defaults included and files of results left out."""
     words = ["specahead", *flags.command.split()]
     for name, value in vars(flags).items():
-        if name in _UNSAID or value is None or value is False or value in ("", []):
+        if name in _UNSAID or value is None or value is False or value == "":
             continue
         values = [] if value is True else value if isinstance(value, list) else [value]
         words += [f"--{name.replace('_', '-')}", *map(str, values)]
@@ -93,14 +93,18 @@ def to_json(rows: Sequence[Any]) -> str:
 def write_json(file: str | Path | None, content: Mapping[str, Any]) -> None:
     """Write a JSON file with a line for each row, unless `file` is None.
 
-    It is moved into place, so that nobody ever reads a half of it.
+    A regular file is moved into place, so that nobody ever reads a half of it.
     """
     if file is None:
         return
     entries = (f"{json.dumps(name)}: {_with_lines(value)}" for name, value in content.items())
-    part = Path(f"{file}.part")
-    part.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
-    part.replace(file)
+    text, path = "{\n" + ",\n".join(entries) + "\n}\n", Path(file).resolve()
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _with_lines(value: Any) -> str:

@@ -57,6 +57,11 @@ def test_streamed_text_equals_plain_text(client: OpenAI, sampling: dict[str, Any
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
+def test_a_seed_makes_sampling_reproducible(client: OpenAI) -> None:
+    texts = [complete(client, temperature=1, seed=seed).choices[0].text for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_approximate(client: OpenAI) -> None:
     prompt = PROMPT * 100
     fields = [{"exactness": name, "return_speculation": True} for name in ("exact", "approximate")]

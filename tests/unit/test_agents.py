@@ -1,5 +1,6 @@
 """Agents that take turns, on virtual time: a service that has answered short requests drafts their turns at once."""
 
+import itertools
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from random import Random
@@ -78,6 +79,29 @@ def test_approximate_turns_come_no_later_than_exact_ones(every_clock: Clock) -> 
         assert served.verifier.counters["screening_rounds"] > 0
     print(f"exact {seconds[0]:.2f} s, approximate {seconds[1]:.2f} s; first tokens {first[0]:.3f} s, {first[1]:.3f} s")
     assert seconds[1] <= 1.01 * seconds[0] and first[1] <= 1.01 * first[0]
+
+
+def test_a_session_goes_on_while_others_prompts_are_read(every_clock: Clock) -> None:
+    """Four turns of 1,900 tokens come at once, of which each takes 0.05 s to read."""
+    served, commits = TimedTarget(every_clock, 32, 60_000, 0.8), list[float]()
+    emit = served._emit
+
+    def take(event: m.ServedEvent) -> None:
+        emit(event)
+        if event.at.session == name:
+            commits.append(every_clock.now)
+
+    served._emit = take
+    name = served.open([9] * 50, 4000, m.Exactness.EXACT)
+    for _ in range(20):
+        served._run_step()
+    commits.clear()
+    others = [served.open([10 + place] * 1900, 2, m.Exactness.EXACT) for place in range(4)]
+    while any(other in served.verifier.admission.running or served.verifier.admission.queue for other in others):
+        served._run_step()
+    gaps = [later - earlier for earlier, later in itertools.pairwise(commits)]
+    print(f"{len(gaps)} rounds, the longest after {max(gaps):.3f} s")
+    assert len(gaps) > 4 and max(gaps) < 0.08
 
 
 def test_turns_that_come_together_come_apart(every_clock: Clock) -> None:

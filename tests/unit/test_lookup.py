@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specahead.config import SettingsError
@@ -161,7 +161,7 @@ class Repeating(FakeModel):
         return TABLE[hashed(tokens[-2:]) % len(TABLE)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
 @given(
     seed=st.integers(0, 999),
     gamma=st.integers(1, 8),
@@ -191,7 +191,7 @@ class Leaping(Repeating):
         return TABLE[hashed(tokens[-2:] if len(tokens) % 60 else tokens) % len(TABLE)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
 @given(
     seed=st.integers(0, 999),
     agreement=st.integers(0, 4),

@@ -9,7 +9,7 @@ from specahead.engine.loading.model import load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput, SharedBudget, SparseRead
 from specahead.engine.steps.model_runner import ModelRunner
-from specahead.lab.evaluation.choice import choose_over_all, mandatory
+from specahead.lab.evaluation.choice import mandatory
 from specahead.sparsity.announce import LEAST_WINDOW, announced_rows, shared_room
 from specahead.sparsity.budgets import dense_layers, new_memory
 from specahead.sparsity.reader import Reader
@@ -24,6 +24,15 @@ PLAN = bundled_plan()
 
 def announced(rows: int, blocks: int, rng: np.random.Generator) -> BlockSelection:
     return BlockSelection.from_matrix(rng.random((rows, blocks)) < 0.05)
+
+
+def choose_over_all(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` highest of all scores [..., blocks], as bool of their shape. Only positive scores count."""
+    flat = scores.flatten()
+    best = flat.topk(min(max(0, count), len(flat)), sorted=False)
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[best.indices[best.values > 0]] = True
+    return chosen.view(scores.shape)
 
 
 class ChosenBefore:

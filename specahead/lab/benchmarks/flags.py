@@ -129,7 +129,10 @@ def _add_services_flags(parser: argparse.ArgumentParser) -> None:
     )
     places = ["together", "apart"]
     parser.add_argument(
-        "--placement", default="together", choices=places, help="whether each target runs the draft itself"
+        "--placement",
+        default="together",
+        choices=places,
+        help="together: each target runs the draft; apart: a draft service does",
     )
     parser.add_argument(
         "--targets", type=int, default=0, metavar="N", help="default: as many as the GPUs hold if together, else 1"

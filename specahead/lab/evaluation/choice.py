@@ -94,12 +94,3 @@ def mandatory_of(
     first, last, end = torch.tensor(limits, device=device).T[..., None, None]
     block = torch.arange(plan.num_blocks(rounds.last), device=device)
     return ((block < first) | (block >= last)) & (block < end)
-
-
-def choose_over_all(scores: Tensor, count: int) -> Tensor:
-    """Return the `count` highest of all scores [..., blocks], as bool of their shape. Only positive scores count."""
-    flat = scores.flatten()
-    best = flat.topk(min(max(0, count), len(flat)), sorted=False)
-    chosen = torch.zeros_like(flat, dtype=torch.bool)
-    chosen[best.indices[best.values > 0]] = True
-    return chosen.view(scores.shape)

@@ -18,7 +18,7 @@ from specahead.lab.results import text_table, to_json
 from specahead.sparsity.plan import Plan, load_plan
 
 # Flags that a variant's sums on a case do not depend on, or that the sums are named by.
-_OF_NO_CASE = "run", "command", "methods", "budgets", "cases", "workers", "json", "resume"
+_OF_NO_CASE = "command", "methods", "budgets", "cases", "workers", "json", "resume"
 
 
 def run(flags: argparse.Namespace) -> None:

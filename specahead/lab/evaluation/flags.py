@@ -62,7 +62,8 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     if task in ("perplexity", "drafts", "self"):
         parser.add_argument("--passages", type=int, default=4 if task == "drafts" else 1, help="of each text")
     if task in ("recall", "copy", "drafts"):
-        parser.add_argument("--cases", type=int, default=12, help="of each kind (default: 12)")
+        of = "in all" if task == "copy" else "of each kind"
+        parser.add_argument("--cases", type=int, default=12, help=f"{of} (default: 12)")
     if task in ("drafts", "identity", "self"):
         parser.add_argument("--generated", type=int, default=64, help="tokens after each passage")
         parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

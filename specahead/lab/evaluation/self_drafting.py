@@ -23,7 +23,7 @@ from target_service.self_drafting import SelfDrafting
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 WAYS = ("pillar", "streaming")
-READ_SHARES = (0.25, 0.1)  # of the KV, that drafting passes may read
+READ_SHARES = (0.25, 0.1, 0.06)  # of the KV, that drafting passes may read
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,8 @@ class Breakdown:
     draft_idle: float
     met: float
     """Share of verdicts for which the next round was drafted already."""
-    one_device: bool = False
-    """Whether both models run on one device, by turns."""
-
-    @property
-    def device_idle(self) -> float:
-        """Share of the time in which the one device ran neither model."""
-        return max(0.0, self.target_idle + self.draft_idle - 1)
+    device_idle: float | None = None
+    """Share of the time in which the device of both models ran neither; None: each has a device of its own."""
 
 
 def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int, one_device: bool = False) -> Breakdown:
@@ -79,13 +74,14 @@ def break_down(target: Timeline, draft: Timeline | None, run: str, settled: int,
     ]
     if not rounds:
         raise ValueError(f"{run}: at no time did all sessions have rounds; give more --tokens")
+    target_idle, draft_idle = _idle(target.steps, began, ended), _idle(draft.steps, began, ended)
     return Breakdown(
         rounds=len(rounds),
         parts=_mean_parts(rounds, target, draft),
-        target_idle=_idle(target.steps, began, ended),
-        draft_idle=_idle(draft.steps, began, ended),
+        target_idle=target_idle,
+        draft_idle=draft_idle,
         met=_share_met(rounds, draft),
-        one_device=one_device,
+        device_idle=max(0.0, target_idle + draft_idle - 1) if one_device else None,
     )
 
 

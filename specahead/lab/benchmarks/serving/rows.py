@@ -173,9 +173,8 @@ def describe_breakdown(breakdown: Breakdown) -> str:
     parts = breakdown.parts
     shown = " + ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in vars(parts).items())
     idle = f"target {breakdown.target_idle:.1%}, draft {breakdown.draft_idle:.1%}"
-    if breakdown.one_device:
-        share = breakdown.device_idle
-        idle = f"device {share:.1%}, {share * parts.whole:.2f} ms of a round"
+    if breakdown.device_idle is not None:
+        idle = f"device {breakdown.device_idle:.1%}, {breakdown.device_idle * parts.whole:.2f} ms of a round"
     return (
         f"a round of {parts.whole:.2f} ms = {shown} ({breakdown.rounds} rounds); idle: {idle}; "
         f"verdicts met {breakdown.met:.1%}"

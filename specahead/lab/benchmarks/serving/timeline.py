@@ -75,9 +75,9 @@ class Recorder:
         times.began = time.perf_counter()
         result = execute(step)
         times.ended = time.perf_counter()
-        graphs = self._clock.take()
+        replayed, graphs = self._clock.take()
         # A prompt's attention is launched beside graphs; a step that only launches has ended none.
-        times.gpu = graphs if torch.cuda.is_available() and not times.prompts else times.ended - times.began
+        times.gpu = graphs if replayed and not times.prompts else times.ended - times.began
         return result
 
     def end(self) -> None:
@@ -128,6 +128,7 @@ class GraphClock:
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._replayed = False  # since the last call of `take`
         if not torch.cuda.is_available():
             return
         replay = torch.cuda.CUDAGraph.replay
@@ -138,17 +139,19 @@ class GraphClock:
             replay(graph)
             end.record()
             self._events.append((begin, end))
+            self._replayed = True
 
         patch.object(torch.cuda.CUDAGraph, "replay", timed_replay).start()
 
-    def take(self) -> float:
-        """Return the seconds of the graphs that have ended since the last call; 0 if none has.
+    def take(self) -> tuple[bool, float]:
+        """Return whether graphs were replayed or have ended since the last call, and the seconds of those that have.
 
         A service waits for its step, or leaves the last graph running and waits for those before.
         """
         ended = [pair for pair in self._events if pair[1].query()]
         self._events = self._events[len(ended) :]
-        return sum(begin.elapsed_time(end) for begin, end in ended) / 1e3
+        replayed, self._replayed = self._replayed or bool(ended), False
+        return replayed, sum(begin.elapsed_time(end) for begin, end in ended) / 1e3
 
 
 @lru_cache
