@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from draft_service.drafter import Drafter
-from draft_service.sessions import DraftSession, TargetPeer
+from draft_service.sessions import TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, PlannedRound
 from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.outputs import RoundsUnderWay
@@ -18,7 +18,6 @@ from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 from target_service.device_chain import DraftedRound, take_proposals
 from target_service.session import DraftPeer
-from target_service.turns import is_later_turn, may_join
 from target_service.verifier import Verifier
 from target_service.verify_step import VerifyResult, VerifyStep
 
@@ -104,7 +103,7 @@ class StepsByTurns:
             self._spoke = False
             order = (self.drafter, self.verifier) if self._drafts_next else (self.verifier, self.drafter)
             for owner in order:
-                step = self.verifier.plan_step() if owner is self.verifier else self.drafter.plan_step(self._choose)
+                step = self.verifier.plan_step() if owner is self.verifier else self.drafter.plan_step(self._may_read)
                 if step is not None:
                     self._drafts_next = owner is self.verifier
                     return LaunchRounds(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
@@ -151,20 +150,14 @@ class StepsByTurns:
         if any(item.input.draft_row is None or item.is_void for item in judging.rounds):
             return None
         places = {item.session.id: row for row, item in enumerate(judging.rounds)}
-        return self.drafter.plan_chained_rounds(places, self._choose)
+        return self.drafter.plan_chained_rounds(places, self._may_read)
 
-    def _choose(self, waiting: list[DraftSession]) -> list[DraftSession]:
-        """Return which prompts the draft reads now, of those that the target has read. A later turn's is read once it
-        may join the rounds of others, the rest while no short prompt waits for the target, whose first token would come
-        later.
+    def _may_read(self, session: str) -> bool:
+        """Return whether the draft may read a session's prompt now: after the target has read it, and only while no
+        short prompt waits for the target, since its first token would come later.
         """
-        running = self.verifier.admission.running
-        read = [each for each in waiting if each.id in running and running[each.id].unread <= 0]
-        turns = [each for each in read if is_later_turn(running[each.id])]
-        chosen = [] if self.verifier.reads_short_prompts else [each for each in read if each not in turns]
-        drafting = (each for each in self.drafter.admission.sessions if not each.is_reading)
-        generating = [running[each.id] for each in drafting if each.id in running and not each.waits_for_grammar]
-        return chosen + [each for each in turns[:1] if may_join(running[each.id], generating)]
+        judged = self.verifier.admission.running.get(session)
+        return judged is not None and judged.unread <= 0 and not self.verifier.reads_short_prompts
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""

@@ -13,11 +13,13 @@ from target_service.device_chain import DraftedRound, plan_following_step, plan_
 from target_service.patience import Patience
 from target_service.planned_round import audit_round, plan_end_of_prompt, plan_round
 from target_service.policy import Load, Policy, Proposer
-from target_service.prompts import is_followed_by_round, plan_reading, share_prompts
+from target_service.prompts import LEAST_PART, is_followed_by_round, plan_reading, share_prompts
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from target_service.target import Target
 from target_service.verify_step import VerifyRound, VerifyStep
+
+MUCH = 1024  # tokens: reading more takes several times as long as rounds
 
 
 class StepPlanner:
@@ -33,6 +35,7 @@ class StepPlanner:
         self._counters, self._policy = target.counters, policy
         self._drafting, self._patience, self._auditor = drafting, patience, auditor
         self._parts_read = 0  # steps that read prompts
+        self._gives_way = False  # whether the next step reads no prompts if it has rounds
 
     def plan(self, sessions: Iterable[TargetSession], now: float) -> VerifyStep | None:
         """Return the next step of these sessions, in order of their arrival; None if there is nothing to run."""
@@ -89,9 +92,17 @@ class StepPlanner:
         return False
 
     def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
-        """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass."""
+        """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass.
+
+        After a step that read much of short ones, the next one that has rounds reads none. Otherwise all sessions would
+        wait for the last of several turns, end together, and send their next turns together.
+        """
+        if step.rounds and self._gives_way:
+            self._gives_way = False
+            return
         deterministic, chunk = self._runner.deterministic, self._settings.prefill_chunk
         shared = share_prompts(reading, chunk, bool(step.rounds), self._parts_read)
+        self._gives_way = MUCH < sum(share for _, share in shared) <= chunk // LEAST_PART
         self._parts_read += bool(shared)
         for session, share in shared:
             if is_followed_by_round(session, share, deterministic):

@@ -1,31 +1,31 @@
 """Agents that take turns, on virtual time: a service that has answered short requests drafts their turns at once."""
 
 import itertools
-from collections.abc import Sequence
+import operator
 from heapq import heappop, heappush
 from random import Random
 from statistics import median
+from typing import Any
 
 import pytest
 
 from specahead.lab.benchmarks.scripted import VOCAB
 from specahead.wire import messages as m
+from target_service.planning import MUCH, StepPlanner
+from target_service.verify_step import VerifyStep
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TimedTarget
 
 AGENTS, TURNS, ADDED, GENERATED, PAUSE = 6, 4, 1500, 200, 0.3
-CONTEXTS = range(12_000, 48_000, 6000)  # tokens of each agent's first prompt
 SCREENED = {"hold": None, "confirmation": 0.989, "screening_quantization": "fp8"}
 
 
-def take_turns(
-    served: TimedTarget, exactness: m.Exactness, contexts: Sequence[int] = CONTEXTS
-) -> tuple[float, list[float]]:
+def take_turns(served: TimedTarget, exactness: m.Exactness, agents: int = AGENTS) -> tuple[float, list[float]]:
     """Return the seconds that all turns took, and how long each later turn waited for its first token."""
     clock, random, verifier = served.clock, Random(1), served.verifier
     began, waits = clock.now, list[float]()
-    texts = [[random.randrange(VOCAB) for _ in range(context)] for context in contexts]
-    turns = [(clock.now, agent, 0) for agent in range(len(texts))]
+    texts = [[random.randrange(VOCAB) for _ in range(6000 * (2 + agent * AGENTS // agents))] for agent in range(agents)]
+    turns = [(clock.now, agent, 0) for agent in range(agents)]
     asked: dict[str, tuple[float, int, int, list[int]]] = {}
     emit = served._emit
 
@@ -73,7 +73,7 @@ def test_approximate_turns_come_no_later_than_exact_ones(every_clock: Clock) -> 
     seconds, first = [], []
     for exactness in (m.Exactness.EXACT, m.Exactness.APPROXIMATE):
         served = TimedTarget(every_clock, 32, 60_000, 0.8, **SCREENED)
-        whole, waits = take_turns(served, exactness, sorted([*CONTEXTS, *CONTEXTS]))
+        whole, waits = take_turns(served, exactness, 2 * AGENTS)
         seconds.append(whole)
         first.append(median(waits))
         assert served.verifier.counters["screening_rounds"] > 0
@@ -81,35 +81,28 @@ def test_approximate_turns_come_no_later_than_exact_ones(every_clock: Clock) -> 
     assert seconds[1] <= 1.01 * seconds[0] and first[1] <= 1.01 * first[0]
 
 
-def test_a_session_goes_on_while_others_prompts_are_read(every_clock: Clock) -> None:
-    """Four turns of 1,900 tokens come at once, of which each takes 0.05 s to read."""
-    served, commits = TimedTarget(every_clock, 32, 60_000, 0.8), list[float]()
-    emit = served._emit
+def test_sessions_go_on_between_long_prompts(every_clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second step over much of other prompts follows a step of rounds alone, if there are sessions that go on."""
+    steps, plan = list[tuple[bool, bool]](), StepPlanner.plan
 
-    def take(event: m.ServedEvent) -> None:
-        emit(event)
-        if event.at.session == name:
-            commits.append(every_clock.now)
+    def planned(planner: StepPlanner, *given: Any) -> VerifyStep | None:
+        step = plan(planner, *given)
+        if step is not None:
+            steps.append((sum(count for _, count in step.prompt_tokens) > MUCH, bool(step.rounds)))
+        return step
 
-    served._emit = take
-    name = served.open([9] * 50, 4000, m.Exactness.EXACT)
-    for _ in range(20):
-        served._run_step()
-    commits.clear()
-    others = [served.open([10 + place] * 1900, 2, m.Exactness.EXACT) for place in range(4)]
-    while any(other in served.verifier.admission.running or served.verifier.admission.queue for other in others):
-        served._run_step()
-    gaps = [later - earlier for earlier, later in itertools.pairwise(commits)]
-    print(f"{len(gaps)} rounds, the longest after {max(gaps):.3f} s")
-    assert len(gaps) > 4 and max(gaps) < 0.08
-
-
-def test_turns_that_come_together_come_apart(every_clock: Clock) -> None:
-    """All agents send their second turns at once, each of which takes 0.04 s to read. Those that go on together would
-    send all later ones at once as well.
-    """
+    monkeypatch.setattr(StepPlanner, "plan", planned)
     served = TimedTarget(every_clock, 32, 60_000, 0.8)
-    _, waits = take_turns(served, m.Exactness.EXACT, [6000] * AGENTS)
-    print(f"first tokens {max(waits[:AGENTS]):.3f} s at most, then {max(waits[AGENTS:]):.3f} s")
-    assert max(waits[:AGENTS]) > 4 * waits[0] > 0.16, "they do come together"
-    assert max(waits[AGENTS:]) < 0.12
+    for others in (False, True):
+        steps.clear()
+        if others:
+            served.open([9] * 50, 4000, m.Exactness.EXACT)
+            for _ in range(20):
+                served._run_step()
+            steps.clear()
+        names = [served.open([10 * (1 + others) + place] * 1900, 2, m.Exactness.EXACT) for place in range(4)]
+        while any(name in served.verifier.admission.running or served.verifier.admission.queue for name in names):
+            served._run_step()
+        much = [reads for reads, _ in steps]
+        assert sum(much) >= 3
+        assert any(itertools.starmap(operator.and_, itertools.pairwise(much))) == (not others), steps
