@@ -132,10 +132,10 @@ class Pacing:
         if guess is None:
             return
         judged = guess.judge(commit.at.base + commit.confirmed, commit.tokens[commit.confirmed :])
-        if beside:
+        if beside and commit.drafted:  # else a held token before the guess was rejected
             guess.note(commit.drafted, commit.accepted, len(session.tokens))
         if judged is not None:
-            self.policy.gains.note_lookup(judged, guess.is_long(guess.most), commit.accepted + 1)
+            self.policy.gains.note_lookup(judged, guess.copies, commit.accepted + 1)
 
     def _note_own_round(
         self, item: VerifyRound, commit: Commit, since: float | None, seen: StepSeen, alternative: bool
@@ -277,6 +277,6 @@ def policy_of(target: Target) -> Policy:
         drafting_weights=0.5 if settings.speculation.draft_quantization == "fp8" else 1.0,
         read_share=cache(runner.read_share),
     )
-    options = Options(proposer, proposed, adaptive, announced=True, holds=holds)
+    options = Options(proposer, proposed, adaptive, announced=True, holds=holds, guesses=bool(settings.chosen.lookup))
     prior = plan.acceptance if proposer is Proposer.DRAFT else None
     return Policy(options, CostTable(sizes), target.counters, runner.alternatives_beside, prior)

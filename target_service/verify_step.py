@@ -50,7 +50,7 @@ class VerifyRound:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether the session's own text proposed, before its draft was asked."""
+        """Whether the session's own text proposed where there is a draft, too."""
         return self.session.first_guess is not None and self.proposal is None and bool(self.proposed)
 
     @property

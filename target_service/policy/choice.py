@@ -37,7 +37,9 @@ class Choice(NamedTuple):
 
     plan: RoundPlan
     tokens_a_second: float
-    """Of all sessions, as expected; in arbitrary units until a step is measured."""
+    """Of all sessions, as expected, without what prompt lookup copies at length; in arbitrary units until a step is
+    measured.
+    """
     runner_up: RoundPlan | None
     """The next best plan; None if there is no other."""
     runner_up_tokens: float
@@ -196,7 +198,8 @@ class Policy:
         if self._usual is None:
             return True
         sessions, tokens, skippable = map(round, self._usual)
-        exact = Load(sessions, tokens, screened=sessions, skipped=skippable)
+        guessing = sessions if self.options.guesses else 0
+        exact = Load(sessions, tokens, screened=sessions, skipped=skippable, guessing=guessing)
         approximate = Load(sessions, tokens, announcing=tokens)
         sparsely = self.costs.at(approximate)
         rates = self.gains.rates(self.options.plans(approximate), sparsely)

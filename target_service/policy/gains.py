@@ -75,16 +75,22 @@ class Gains:
         """
         rounds = self._copying / max(1e-3, 1 - self._copying) / self._tokens_between
         waits = plan.gamma > 0 and at.load.sessions > 1
-        return rounds * at.seconds(kinds_of(plan if waits else PLAIN, at.load)[-1])
+        guessing = at.load.guessing / max(1, at.load.sessions)
+        return guessing * rounds * at.seconds(kinds_of(plan if waits else PLAIN, at.load)[-1])
+
+    def _looked_up(self, load: Load) -> float:
+        """Return the tokens of a round, beyond the target's own, that lookup brings to a session of a load while the
+        plan proposes nothing for it.
+        """
+        return load.guessing / max(1, load.sessions) * (self.looked_up.tokens - 1)
 
     def _rate_of_rounds(self, plan: RoundPlan, at: CostsAtLoad) -> float:
         load, kinds = at.load, kinds_of(plan, at.load)
         if not plan.gamma:
-            looked_up = load.guessing / max(1, load.sessions) * (self.looked_up.tokens - 1)
-            return (1 + looked_up) / at.seconds(kinds[0])
-        proposed = 1 - load.pausing / max(1, load.sessions)
+            return (1 + self._looked_up(load)) / at.seconds(kinds[0])
+        pausing = load.pausing / max(1, load.sessions)
         tokens = self.acceptance.tokens(plan.gamma, self._alternatives(plan.gamma), self._right.chances[0])
-        tokens = 1 + proposed * (tokens - 1)
+        tokens = 1 + (1 - pausing) * (tokens - 1) + pausing * self._looked_up(load)
         if len(kinds) == 1:
             return tokens / at.seconds(kinds[0])
         # From one dense pass to the next. Where held tokens are rejected, the round drafted behind them is lost too.

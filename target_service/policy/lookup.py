@@ -82,16 +82,14 @@ class PromptLookup:
             yield there - hashed
             at -= 1
 
-    def propose(self, tokens: Sequence[int], count: int, least: int = SHORTEST, stays: int | None = None) -> list[int]:
+    def propose(self, tokens: Sequence[int], count: int, stays: int | None = None) -> list[int]:
         """Return the tokens behind the latest of the longest matches of the text's last tokens: one for each matching
-        token, `count` at most; [] if fewer than `least` tokens match. A match that reaches into its own proposal goes
+        token, `count` at most; [] if fewer than SHORTEST tokens match. A match that reaches into its own proposal goes
         round in a circle. stays: how many of the tokens will never change; None: all. Only these are indexed, since
         nothing is ever removed from the index.
         """
         self.extend(tokens, len(tokens) if stays is None else stays)
         place, length = self._best_match(tokens)
-        if length < least:
-            return []
         proposed: list[int] = []
         for at in range(place, place + min(count, length)):
             proposed.append(tokens[at] if at < len(tokens) else proposed[at - len(tokens)])
@@ -173,9 +171,9 @@ class FirstGuess:
     """What prompt lookup proposes where there is a draft model, too.
 
     While the draft proposes, lookup comes first only for a text that copies at length: where as many of its last tokens
-    have occurred before as are proposed at once. Where nobody else proposes, all that lookup finds is proposed. What it
-    finds is compared with what is committed in any case, so that the policy knows what rounds without a draft would
-    bring.
+    have occurred before as are proposed at once. While the plan proposes nothing, all that lookup finds is proposed.
+    What it finds is compared with what is committed in any case, so that the policy knows what rounds without a draft
+    would bring.
     """
 
     most: int
@@ -185,15 +183,13 @@ class FirstGuess:
     found: list[int] = field(default_factory=list)
     """What lookup has found."""
     place: int = -1
-    """The number of the text's tokens when that was found."""
+    """The number of the text's tokens when that was found; -1: it was judged already."""
+    copies: bool = False
+    """Whether so much was found as for a text that copies at length."""
     right_share: float = 0.5
     """Share of the found tokens that were right, in the last rounds."""
     pause: Pause = field(default_factory=Pause)
     """Follows a guess before the draft that was mostly wrong."""
-
-    def is_long(self, room: int) -> bool:
-        """Return whether so much was found as for a text that copies at length."""
-        return len(self.found) >= min(self.most, room) > 0
 
     def judge(self, place: int, committed: Sequence[int]) -> Judged | None:
         """Return what a round says of what was found that has committed these tokens from `place` on; None: nothing,
@@ -201,6 +197,7 @@ class FirstGuess:
         """
         if place != self.place:
             return None
+        self.place = -1
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.found, committed, strict=False)))
         compared = min(len(self.found), len(committed))
         if compared:
@@ -221,5 +218,10 @@ class FirstGuess:
         """Guess what the next round of a text proposes, up to `room` tokens. alone: whether nobody else proposes."""
         count, self.place = min(self.most, room), len(text)
         self.found = lookup.propose(text, count) if count > 0 else []
-        copies = self.is_long(room) and not self.pause.lasts(len(text))
-        self.tokens = self.found if copies or (alone and self.right_share >= LEAST_RIGHT) else []
+        self.copies = len(self.found) >= count > 0
+        first = self.copies and not self.pause.lasts(len(text))
+        self.tokens = self.found if first or (alone and self.right_share >= LEAST_RIGHT) else []
+
+    def forget(self) -> None:
+        """Propose nothing in the next round, since what was found belongs to another place."""
+        self.tokens, self.found, self.place, self.copies = [], [], -1, False

@@ -65,7 +65,7 @@ class Load:
     screened: int = 0
     """Sessions that may hold tokens back."""
     pausing: int = 0
-    """Sessions that nothing is proposed for while it is for others."""
+    """Sessions that their draft, or they themselves, propose nothing for while it is for others."""
     skipped: int = 0
     """Tokens of these that a draft does not read."""
     skippable: int = 0
@@ -98,6 +98,8 @@ class Options:
     """Whether the draft announces blocks to read."""
     holds: tuple[int, ...] = (0,)
     """Numbers of tokens that exact sessions may hold back."""
+    guesses: bool = False
+    """Whether prompt lookup proposes in exact sessions where nobody else does."""
 
     def plans(self, load: Load) -> list[RoundPlan]:
         """Return the plans that differ under a load."""

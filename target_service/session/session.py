@@ -61,7 +61,9 @@ class TargetSession:
     lookup: PromptLookup | None = None
     """What proposes tokens of its own text; None: nothing does."""
     first_guess: FirstGuess | None = None
-    """Where its own text proposes tokens before a draft is asked, what it proposes; None: in place of a draft."""
+    """What its own text proposes where there is a draft, too: before it is asked, or in its place; None: the text
+    proposes where there is none, or never.
+    """
     pace: Pace = field(default_factory=Pace)
     """How its next round is made."""
     draft: DraftState = field(default_factory=DraftState)
@@ -173,7 +175,11 @@ class TargetSession:
         """Guess the next tokens before the draft is asked. Nothing is guessed after held tokens: the text that is
         looked up in only grows.
         """
-        if self.first_guess is not None and self.lookup is not None and not self.holds:
+        if self.first_guess is None or self.lookup is None:
+            return
+        if self.holds:
+            self.first_guess.forget()
+        else:
             self.first_guess.guess(self.lookup, self.tokens, self.room, alone=not self.next_round.gamma)
 
     # Its draft.

@@ -27,9 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOW.index(item.path.name) if item.path.name in SLOW else len(SLOW))
 
 
-settings.register_profile(
-    "specahead", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+# A fixture is shared by all examples of a test: a clock goes on, and a target keeps its pages.
+SUPPRESSED = HealthCheck.too_slow, HealthCheck.function_scoped_fixture
+settings.register_profile("specahead", derandomize=True, deadline=None, database=None, suppress_health_check=SUPPRESSED)
 settings.load_profile("specahead")
 
 

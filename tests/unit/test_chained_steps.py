@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.engine.kv.cache import KVCache
@@ -170,7 +170,7 @@ asks = st.builds(
 )
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=20)
 @given(st.lists(asks, min_size=1, max_size=6))
 def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waiting: Target, asked: list[Ask]) -> None:
     """Whoever comes, ends, is aborted or needs the host at each step meanwhile."""
@@ -188,7 +188,7 @@ def test_the_tokens_are_those_of_steps_that_are_waited_for(ahead: Target, waitin
         assert target.verifier.runner.kv.pool.held == 0
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=10)
 @given(st.lists(asks.filter(lambda ask: ask.sampling is GREEDY and not ask.aborted), min_size=1, max_size=5))
 def test_what_the_target_proposes_by_itself_changes_no_token(
     proposing: Target, waiting: Target, asked: list[Ask]
@@ -202,7 +202,7 @@ def test_what_the_target_proposes_by_itself_changes_no_token(
     assert not proposing.failed
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=15)
 @given(st.lists(asks, min_size=1, max_size=5))
 def test_steps_that_draft_go_ahead_and_give_the_same(
     drafting: Target, drafting_waiting: Target, asked: list[Ask]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.config import SettingsError
@@ -112,9 +112,13 @@ def test_what_is_found_is_judged_by_what_is_committed_though_it_was_not_proposed
     guess.guess(lookup, text, 99, alone=False)
     assert guess.tokens == [] and guess.found == [4, 5, 6, 7]
     assert guess.judge(len(text) - 1, [4, 5]) is None, "it was found for another place"
-    assert guess.judge(len(text), [4, 5]) == (2, False, 2)
-    assert guess.judge(len(text), [4, 9, 6]) == (1, True, 0)
-    assert guess.judge(len(text), [4, 5, 6, 7, 8]) == (4, False, 0), "lookup found nothing for the last one"
+    for committed, judged in (
+        ([4, 5], (2, False, 2)),
+        ([4, 9, 6], (1, True, 0)),
+        ([4, 5, 6, 7, 8], (4, False, 0)),  # lookup found nothing for the last one
+    ):
+        guess.guess(lookup, text, 99, alone=False)
+        assert guess.judge(len(text), committed) == judged
     guess.guess(lookup, [77, 78, 79], 99, alone=False)
     assert guess.found == [] and guess.judge(3, [80]) == (0, False, 0)
 
@@ -144,11 +148,16 @@ def test_a_session_alone_proposes_until_next_to_nothing_of_what_is_found_is_righ
         guess.guess(lookup, text, 99, alone=True)
         proposed += bool(guess.tokens)
         assert guess.judge(len(text), [99]) == (0, True, 0)
-    assert 8 < proposed < 59
-    for _ in range(8):
-        guess.judge(len(text), [4, 5, 6])
     guess.guess(lookup, text, 99, alone=True)
+    assert 8 < proposed < 59
+    assert guess.tokens == []
+    for _ in range(8):
+        assert guess.judge(len(text), [4, 5, 6]) == (3, False, 1)
+        assert guess.judge(len(text), [4, 5, 6]) is None, "a place is judged once"
+        guess.guess(lookup, text, 99, alone=True)
     assert guess.tokens, "what is found is judged while it is not proposed"
+    guess.forget()
+    assert guess.tokens == [] and guess.judge(len(text), [4]) is None
 
 
 # Sessions
@@ -161,7 +170,7 @@ class Repeating(FakeModel):
         return TABLE[hashed(tokens[-2:]) % len(TABLE)]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     gamma=st.integers(1, 8),
@@ -191,7 +200,7 @@ class Leaping(Repeating):
         return TABLE[hashed(tokens[-2:] if len(tokens) % 60 else tokens) % len(TABLE)]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     agreement=st.integers(0, 4),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead import models
@@ -67,7 +67,7 @@ def open_six(room: Room, seed: int, exactness: m.Exactness = m.Exactness.EXACT) 
 
 
 @pytest.mark.parametrize("exactness", m.Exactness)
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=4)
 @given(seed=st.integers(0, 99), pages=st.integers(16, 40), draft_pages=st.integers(9, 60), places=st.integers(1, 6))
 def test_tokens_are_those_of_plain_decoding_in_every_pool(
     clock: Clock, exactness: m.Exactness, seed: int, pages: int, draft_pages: int, places: int

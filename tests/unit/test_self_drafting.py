@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specahead.config import TargetSettings
@@ -59,7 +59,7 @@ def self_drafted(clock: Clock, seed: int, model: FakeModel, **how: object) -> Wo
     return World(clock, seed, model, proposer="self", **how)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])  # a clock may go on
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 999),
     gamma=st.integers(1, 8),
