@@ -10,7 +10,7 @@ from target_service.policy.gains import Gains, kinds_of
 from target_service.policy.plans import Load, RoundKind, RoundPlan
 
 TRIED = 4  # rounds of each session that a plan is tried for
-TRIAL_LIMIT = 3  # times TRIED rounds of each session since its first one, after which a trial ends in any case
+TRIAL_LIMIT = 3  # times TRIED rounds of each session, after which a trial ends in any case
 TRIAL_SHARE = 0.005  # of the time that trials may cost
 FIRST_TRIALS = 4  # rounds of each session that trials may cost at once
 HELD_WAIT = 1024  # rounds of each session before holding is tried again that did not pay
@@ -25,7 +25,7 @@ class _Trial:
     left: float
     """Rounds of each session that are still to be made so."""
     limit: float
-    """Rounds of each session, however made, after which it ends; those before its first one count a fourth."""
+    """Rounds of each session, however made, after which it ends."""
 
     def is_made_by(self, kind: RoundKind) -> bool:
         return (kind.proposer, kind.gamma) == (self.plan.proposer, self.plan.gamma)
@@ -59,10 +59,8 @@ class Trials:
             if self._saved is not None:
                 self._saved += TRIAL_SHARE * seconds
             return False
-        made = share * any(trial.is_made_by(measured.kind) for measured in ended.measured)
-        trial.left -= made
-        # Before its first round the draft may have to read what the sessions have generated without it.
-        trial.limit -= share if trial.left < TRIED else share / 4
+        trial.left -= share * any(trial.is_made_by(measured.kind) for measured in ended.measured)
+        trial.limit -= share
         if min(trial.left, trial.limit) > 0 and trial.bucket == ended.load.bucket:
             return False
         self._trial = None
