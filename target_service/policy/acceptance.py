@@ -7,7 +7,7 @@ OF_DRAFT = 0.6  # a draft model's token, before anything is known of the pair
 # A token that the target drafts itself, before any is tried: 0.84 to 0.98 with the bundled pair (docs/quality.md).
 OF_SELF = 0.9
 OF_HELD = 0.985  # a screened token that a dense pass judges (0.989 with the bundled pair, docs/quality.md)
-RETRIED = 0.2  # the least that is assumed where proposing is tried again
+RETRIED = 0.2  # the least that a session begins with, or with which it tries proposing again
 PRIOR_ROUNDS = 2  # the judgements of a position that a prior counts as
 NEWEST = 1 / 32  # weight of the newest judgement of a position, once 30 are known
 

@@ -1,5 +1,5 @@
-"""Trials: a plan whose costs are not known is made for a few rounds, so seldom that trials cost half a per cent of the
-time. So is one that did not pay before, since acceptance and loads change.
+"""Trials: a plan whose costs are not known is made for a few rounds, so seldom that trials are expected to cost half a
+per cent of the time. So is one that did not pay before, since acceptance and loads change.
 """
 
 from collections import Counter
