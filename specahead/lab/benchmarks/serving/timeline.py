@@ -124,7 +124,10 @@ class TimedSteps:
 
 
 class GraphClock:
-    """How long CUDA graphs ran. It wraps torch's replay in this process, where one thread at a time replays."""
+    """How long CUDA graphs ran. It wraps torch's replay in this process, where one thread at a time replays.
+
+    A graph that is launched while nothing runs counts from its launch on, some tenths of a millisecond too long.
+    """
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
