@@ -22,7 +22,7 @@ from torch import Tensor
 from specahead.kernels.backends import ask_for, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.grouped import GroupedWeight
-from specahead.kernels.linear.summing import sum_products
+from specahead.kernels.linear.summing import Sums, gate, sum_products
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight
 
 MOST_ROWS = 64  # beyond it, products take longer than reading the weights
@@ -79,7 +79,7 @@ def few_rows_linear(
         return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
     rows, inputs = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    values, scales, zeros, group = as_kernels_take(weight)
+    values, scales, zeros, word, group = as_kernels_take(weight)
     tuning = tuning or (
         grouped_tuning(rows, outputs, inputs, gated, in_parts, weight.span)
         if isinstance(weight, GroupedWeight)
@@ -100,12 +100,9 @@ def few_rows_linear(
         inputs,
         ROWS=max(16, power_of_two(rows)),
         COLUMNS=tuning.columns,
-        DEPTH=tuning.depth,
-        PARTS=tuning.parts,
-        GROUP=group,
+        SUMS=Sums(inputs // tuning.parts, tuning.depth, word, group, tuning.stages),
         GATED=gated,
         AHEAD=asked_ahead(max(BLOCK, inputs // tuning.parts), values.nbytes / len(values) / inputs),
-        STAGES=tuning.stages,
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
     )
@@ -113,12 +110,14 @@ def few_rows_linear(
 
 
 def as_kernels_take(weight: Tensor | EightBitWeight | GroupedWeight) -> tuple[Any, ...]:
-    """Return numbers or words of a weight, its scales, its zeros, and the inputs of a group; None of what it lacks."""
+    """Return numbers or words of a weight, its scales, its zeros, the numbers of an item, and the inputs of a group;
+    None of what it lacks.
+    """
     if isinstance(weight, GroupedWeight):
-        return weight.words, weight.scales, weight.zeros, weight.group
+        return weight.words, weight.scales, weight.zeros, weight.numbers, weight.group
     if isinstance(weight, EightBitWeight):
-        return weight.values.view(torch.int32), weight.scales, None, None
-    return weight, None, None, None
+        return weight.values.view(torch.int32), weight.scales, None, 4, None
+    return weight, None, None, 1, None
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool, in_eight_bits: bool) -> Tuning:
@@ -183,12 +182,9 @@ def _few_rows_linear_kernel(
     inputs: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP: tl.constexpr,
+    SUMS: tl.constexpr,
     GATED: tl.constexpr,
     AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute one part of COLUMNS outputs.
@@ -196,48 +192,28 @@ def _few_rows_linear_kernel(
     The weights are the left side of the product, which registers may hold. Gates and the ups below them are one
     product: two would wait for one another.
     """
-    LENGTH: tl.constexpr = inputs // PARTS
-    WORD: tl.constexpr = 1 if scales_ptr is None else 4 if zeros_ptr is None else 8  # numbers of an item of values_ptr
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
+    LINES: tl.constexpr = HEIGHT // COLUMNS * outputs
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     line = tl.arange(0, HEIGHT)
     part = tl.program_id(1)
-    begin = part * LENGTH
+    begin = part * SUMS.LENGTH
     row = tl.arange(0, ROWS)
     there = row < rows
     known = tl.minimum(tl.program_id(0) * COLUMNS + line % COLUMNS, outputs - 1).to(tl.int64)
     known += line // COLUMNS * outputs
-    first = known * (inputs // WORD) + begin // WORD
+    first = known * (inputs // SUMS.WORD) + begin // SUMS.WORD
     if PDL:
         # Before its own wait: the launches that may follow, a norm or a layer, read only constants before theirs.
         tl.extra.cuda.gdc_launch_dependents()
-        ask_for(values_ptr, first, AHEAD // WORD)
+        ask_for(values_ptr, first, AHEAD // SUMS.WORD)
         tl.extra.cuda.gdc_wait()
-    sums = sum_products(
-        values_ptr + first,
-        x_ptr + row * inputs + begin,
-        there,
-        scales_ptr,
-        zeros_ptr,
-        known,
-        HEIGHT // COLUMNS * outputs,
-        begin,
-        LENGTH,
-        DEPTH,
-        WORD,
-        GROUP,
-        STAGES,
-        PDL,
-    )
-    if scales_ptr is not None and GROUP is None:
-        sums = sums * tl.load(scales_ptr + known)[:, None]
+    weights_at, x_at = values_ptr + first, x_ptr + row * inputs + begin
+    sums = sum_products(weights_at, x_at, there, scales_ptr, zeros_ptr, known, LINES, begin, SUMS, PDL)
     if bias_ptr is not None:
         sums += tl.where(part == 0, tl.load(bias_ptr + known).to(tl.float32), 0.0)[:, None]
     if GATED:
-        gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), [1, 2, 0]))
-        sums = gates * tl.sigmoid(gates) * ups
-        if out_ptr.dtype.element_ty == tl.float16:  # of which no number may become infinite
-            sums = tl.clamp(sums, -65504.0, 65504.0)
+        sums = gate(sums, out_ptr.dtype.element_ty)
     inside = there[None, :] & (column < outputs)[:, None]
     out_at = out_ptr + (part * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
     tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=inside)

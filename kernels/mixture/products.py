@@ -1,30 +1,18 @@
 """The products of experts, over tiles of pairs of one expert each (routing.py)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specahead.kernels.backends import follow, jit, overlapping_launch, tl
 from specahead.kernels.linear import BLOCK, EightBitWeight, GroupedWeight
-from specahead.kernels.linear.few_rows import as_kernels_take
-from specahead.kernels.linear.summing import sum_products
+from specahead.kernels.linear.few_rows import Tuning, as_kernels_take
+from specahead.kernels.linear.summing import Sums, gate, sum_products
 from specahead.kernels.mixture.routing import Tiles
 
 # The weights of all experts, below one another: [experts * outputs, inputs].
 ExpertWeight = Tensor | EightBitWeight | GroupedWeight
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a launch is cut into programs."""
-
-    columns: int
-    """Outputs of a program; a gate and its up count as one."""
-    depth: int
-    """Inputs that a program takes at once."""
-    warps: int
-    stages: int
 
 
 # Few rows wait for weights. A program that has a multiprocessor to itself waits at its beginning, for the tile and the
@@ -32,26 +20,26 @@ class Cut:
 # bits (twice that with gates and ups), the same for x by the tile's rows, and a multiprocessor has 227 KiB in all.
 FEW_ROWS = {
     # whether the layer is gated, bits of its weights
-    (True, 16): Cut(64, 128, 4, 3),
-    (False, 16): Cut(128, 128, 4, 3),
-    (True, 8): Cut(64, 128, 4, 4),
-    (False, 8): Cut(128, 128, 4, 4),
-    (True, 4): Cut(64, 256, 4, 3),
-    (False, 4): Cut(128, 256, 4, 3),
+    (True, 16): Tuning(64, 128, 4, 3),
+    (False, 16): Tuning(128, 128, 4, 3),
+    (True, 8): Tuning(64, 128, 4, 4),
+    (False, 8): Tuning(128, 128, 4, 4),
+    (True, 4): Tuning(64, 256, 4, 3),
+    (False, 4): Tuning(128, 256, 4, 3),
 }
 MANY_ROWS = {
-    (True, 16): Cut(64, 64, 8, 3),
-    (False, 16): Cut(128, 64, 8, 3),
-    (True, 8): Cut(64, 128, 8, 3),
-    (False, 8): Cut(128, 128, 8, 3),
-    (True, 4): Cut(64, 256, 8, 2),
-    (False, 4): Cut(128, 256, 8, 2),
+    (True, 16): Tuning(64, 64, 8, 3),
+    (False, 16): Tuning(128, 64, 8, 3),
+    (True, 8): Tuning(64, 128, 8, 3),
+    (False, 8): Tuning(128, 128, 8, 3),
+    (True, 4): Tuning(64, 256, 8, 2),
+    (False, 4): Tuning(128, 256, 8, 2),
 }
 FEW = 16  # rows of a tile
 
 
 def multiply_gated(
-    x: Tensor, gate_up: ExpertWeight, experts: int, tiles: Tiles, chosen: int, cut: Cut | None = None
+    x: Tensor, gate_up: ExpertWeight, experts: int, tiles: Tiles, chosen: int, cut: Tuning | None = None
 ) -> Tensor:
     """Return silu(gate) * up of each pair, [pairs, inner], in the dtype of x, in the order of the tiles.
 
@@ -65,7 +53,7 @@ def multiply_gated(
 
 
 def multiply_down(
-    inner: Tensor, down: ExpertWeight, experts: int, tiles: Tiles, weights: Tensor, cut: Cut | None = None
+    inner: Tensor, down: ExpertWeight, experts: int, tiles: Tiles, weights: Tensor, cut: Tuning | None = None
 ) -> Tensor:
     """Return what each row's experts give, times their weights, [chosen, rows, hidden], in the model's dtype.
 
@@ -86,9 +74,9 @@ def _multiply(
     weights: Tensor | None,
     tiles: Tiles,
     chosen: int,
-    cut: Cut | None,
+    cut: Tuning | None,
 ) -> None:
-    values, scales, zeros, group = as_kernels_take(weight)
+    values, scales, zeros, word, group = as_kernels_take(weight)
     cut = cut or default_cut(weight, x.shape[1], tiles.size, weights is None)
     _multiply_kernel[(len(tiles.experts), -(-outputs // cut.columns))](
         x_ptr=x,
@@ -108,15 +96,13 @@ def _multiply(
         CHOSEN=chosen,
         ROWS=tiles.size,
         COLUMNS=cut.columns,
-        DEPTH=cut.depth,
-        GROUP=group,
-        STAGES=cut.stages,
+        SUMS=Sums(x.shape[1], cut.depth, word, group, cut.stages),
         num_warps=cut.warps,
         **overlapping_launch(x.device),
     )
 
 
-def default_cut(weight: ExpertWeight, inputs: int, rows: int, gated: bool) -> Cut:
+def default_cut(weight: ExpertWeight, inputs: int, rows: int, gated: bool) -> Tuning:
     """Return the cut of a layer of experts. rows: of a tile."""
     bits = 16 if isinstance(weight, Tensor) else 4 if isinstance(weight, GroupedWeight) and weight.numbers == 8 else 8
     cut = (FEW_ROWS if rows == FEW else MANY_ROWS)[gated, bits]
@@ -146,9 +132,7 @@ def _multiply_kernel(
     CHOSEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
+    SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply the pairs of one tile by COLUMNS outputs of its expert: gated, or with weights times these.
@@ -161,7 +145,6 @@ def _multiply_kernel(
     if start >= end:
         return
     GATED: tl.constexpr = weights_ptr is None
-    WORD: tl.constexpr = 1 if scales_ptr is None else 4 if zeros_ptr is None else 8  # numbers of an item of values_ptr
     HEIGHT: tl.constexpr = 2 * COLUMNS if GATED else COLUMNS
     of_expert = tl.load(experts_ptr + tile).to(tl.int64) * (HEIGHT // COLUMNS * outputs)
     line = tl.arange(0, HEIGHT)
@@ -171,29 +154,10 @@ def _multiply_kernel(
     there = place < end
     pair = tl.load(order_ptr + place, mask=there, other=0)
     row = (pair // CHOSEN if GATED else tl.minimum(place, end - 1)).to(tl.int64)
-    sums = sum_products(
-        values_ptr + known * (inputs // WORD),
-        x_ptr + row * inputs,
-        there,
-        scales_ptr,
-        zeros_ptr,
-        known,
-        lines,
-        0,
-        inputs,
-        DEPTH,
-        WORD,
-        GROUP,
-        STAGES,
-        PDL,
-    )
-    if scales_ptr is not None and GROUP is None:
-        sums = sums * tl.load(scales_ptr + known)[:, None]
+    weights_at, x_at = values_ptr + known * (inputs // SUMS.WORD), x_ptr + row * inputs
+    sums = sum_products(weights_at, x_at, there, scales_ptr, zeros_ptr, known, lines, 0, SUMS, PDL)
     if GATED:
-        gates, ups = tl.split(tl.permute(tl.reshape(sums, [2, COLUMNS, ROWS]), [1, 2, 0]))
-        sums = gates * tl.sigmoid(gates) * ups
-        if out_ptr.dtype.element_ty == tl.float16:  # of which no number may become infinite
-            sums = tl.clamp(sums, -65504.0, 65504.0)
+        sums = gate(sums, out_ptr.dtype.element_ty)
         to = place
     else:
         sums *= tl.load(weights_ptr + pair, mask=there, other=0.0)[None, :]

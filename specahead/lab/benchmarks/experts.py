@@ -15,8 +15,9 @@ from torch import Tensor
 
 from specahead.kernels.compiling import compile_ahead, end_compiling
 from specahead.kernels.linear import GroupedWeight, LinearWeight, linear
+from specahead.kernels.linear.few_rows import Tuning
 from specahead.kernels.mixture import Experts, mix_experts
-from specahead.kernels.mixture.products import Cut, default_cut, multiply_down, multiply_gated
+from specahead.kernels.mixture.products import default_cut, multiply_down, multiply_gated
 from specahead.kernels.mixture.routing import Choice, Tiles, choose_experts, plan_tiles, tile_rows
 from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
 from specahead.lab.benchmarks.shapes import random_experts, read_shape_of
@@ -42,17 +43,17 @@ class Case:
         choice = choose_experts(logits, self.experts.chosen, self.experts.renormed, "triton")
         return choice, plan_tiles(choice, self.count, tile_rows(choice.ids.numel(), self.count), "triton")
 
-    def multiply_gated(self, tiles: Tiles, cut: Cut | None = None) -> Tensor:
+    def multiply_gated(self, tiles: Tiles, cut: Tuning | None = None) -> Tensor:
         return multiply_gated(self.x, self.experts.gate_up, self.count, tiles, self.experts.chosen, cut)
 
-    def multiply_down(self, inner: Tensor, tiles: Tiles, choice: Choice, cut: Cut | None = None) -> Tensor:
+    def multiply_down(self, inner: Tensor, tiles: Tiles, choice: Choice, cut: Tuning | None = None) -> Tensor:
         return multiply_down(inner, self.experts.down, self.count, tiles, choice.weights, cut)
 
     def mix(self) -> Tensor:
         return mix_experts(self.x, self.experts, "triton", in_parts=True)
 
 
-def cuts_of(case: Case, gated: bool) -> list[Cut]:
+def cuts_of(case: Case, gated: bool) -> list[Tuning]:
     """Return the cuts that are worth trying for a product, the default one first."""
     weight = case.experts.gate_up if gated else case.experts.down
     rows = tile_rows(len(case.x) * case.experts.chosen, case.count)
@@ -64,7 +65,7 @@ def cuts_of(case: Case, gated: bool) -> list[Cut]:
     for columns, depth, stages in product(COLUMNS, depths, STAGES):
         lines = 2 * columns if gated else columns
         if stages * depth * (lines * bytes_of_input + 2 * rows) in STAGED:
-            tried.append(Cut(columns, depth, 8 if lines > 128 else 4, stages))
+            tried.append(Tuning(columns, depth, 8 if lines > 128 else 4, stages))
     return list(dict.fromkeys(tried))
 
 
@@ -106,7 +107,7 @@ def several_times(work: Callable[[], object], times: int = TIMES) -> None:
         work()
 
 
-def cut_in_words(cut: Cut) -> str:
+def cut_in_words(cut: Tuning) -> str:
     return f"{cut.columns} x {cut.depth}, {cut.stages} stages, {cut.warps} warps"
 
 
