@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from specahead.kernels.backends import default_backend
-from specahead.kernels.kv_scales import KVScales, copy_keys, copy_values
+from specahead.kernels.kv_scales import copy_keys, copy_values
 from specahead.kernels.merged_attention import merge_attended
+from specahead.kernels.paged_attention import Batch
 from specahead.kernels.prompt_reads import UNIT, Ends, PromptPart, PromptReads
 from specahead.kernels.ragged_attention import attend_to_last_tokens
 
 TILE = 128  # queries of one of cuDNN's programs
-_Pages = tuple[Tensor, Tensor, KVScales | None]  # of keys and of values, and the scales of those in 8 bits
 
 
 def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -30,20 +30,17 @@ def cudnn_attends(dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def attend_to_prompts(
-    reads: PromptReads, queries: Tensor, k_pages: Tensor, v_pages: Tensor, scale: float, scales: KVScales | None = None
-) -> Tensor:
+def attend_to_prompts(reads: PromptReads, batch: Batch) -> Tensor:
     """Return the output [rows, heads, dim]; rows of no part are zeros.
 
-    queries: [rows, heads, dim]. k_pages, v_pages: as in `Batch`. scales: the layer's, for pages in 8 bits.
+    reads: which places of the pages each row reads; tables and lengths of the batch are not looked at.
     """
-    pages = k_pages, v_pages, scales
-    out, end = torch.empty_like(queries), 0
+    out, end = torch.empty_like(batch.queries), 0
     for part in reads.parts:
         if isinstance(part, Ends):
-            whole = _attend_to_ends(reads, part, queries, pages, scale, out)
+            whole = _attend_to_ends(reads, part, batch, out)
         else:
-            whole = _attend_to_part(reads, part, queries, pages, scale, out)
+            whole = _attend_to_part(reads, part, batch, out)
         if whole is not None:
             return whole
         out[end : part.rows.start].zero_()
@@ -52,12 +49,11 @@ def attend_to_prompts(
     return out
 
 
-def _attend_to_ends(
-    reads: PromptReads, ends: Ends, queries: Tensor, pages: _Pages, scale: float, out: Tensor
-) -> Tensor | None:
+def _attend_to_ends(reads: PromptReads, ends: Ends, batch: Batch, out: Tensor) -> Tensor | None:
     """Write the outputs of short parts to their rows of `out`; or return them, if they are all rows of the pass."""
-    keys, values = (each.transpose(0, 1) for each in copy_places(pages, ends.places, reads.room))
-    attended, total = attend_to_last_tokens(queries[ends.rows], keys, values, ends.ragged, scale, reads.cudnn)
+    keys, values = (each.transpose(0, 1) for each in _copy_places(batch, ends.places, reads.room))
+    queries = batch.queries
+    attended, total = attend_to_last_tokens(queries[ends.rows], keys, values, ends.ragged, batch.scale, reads.cudnn)
     if len(attended) == len(out) and not any(part.before for part in ends.parts):
         return attended
     for part in ends.parts:
@@ -65,22 +61,20 @@ def _attend_to_ends(
         if part.before:
             own = _padded(queries[part.rows], part)
             running = attended[here].transpose(0, 1)[None], total[None, :, here, None]
-            _merge_before(reads, part, own, running, pages, scale, out)
+            _merge_before(reads, part, own, running, batch, out)
         else:
             out[part.rows] = attended[here]
     return None
 
 
-def _attend_to_part(
-    reads: PromptReads, part: PromptPart, queries: Tensor, pages: _Pages, scale: float, out: Tensor
-) -> Tensor | None:
+def _attend_to_part(reads: PromptReads, part: PromptPart, batch: Batch, out: Tensor) -> Tensor | None:
     """Write the output of a part to its rows of `out`; or return it, if it is all rows of the pass."""
     assert part.own is not None
-    own = _padded(queries[part.rows], part)
-    keys, values = copy_places(pages, part.own, reads.room)
-    attended, total = attend_to_piece(own, keys[None], values[None], True, scale, reads.cudnn)
+    own = _padded(batch.queries[part.rows], part)
+    keys, values = _copy_places(batch, part.own, reads.room)
+    attended, total = attend_to_piece(own, keys[None], values[None], True, batch.scale, reads.cudnn)
     if part.before:
-        _merge_before(reads, part, own, (attended, total), pages, scale, out)
+        _merge_before(reads, part, own, (attended, total), batch, out)
         return None
     new = part.rows.stop - part.rows.start
     rows = attended[0, :, part.skipped : part.skipped + new].transpose(0, 1)
@@ -100,13 +94,7 @@ def _padded(new: Tensor, part: PromptPart) -> Tensor:
 
 
 def _merge_before(
-    reads: PromptReads,
-    part: PromptPart,
-    own: Tensor,
-    running: tuple[Tensor, Tensor],
-    pages: _Pages,
-    scale: float,
-    out: Tensor,
+    reads: PromptReads, part: PromptPart, own: Tensor, running: tuple[Tensor, Tensor], batch: Batch, out: Tensor
 ) -> None:
     """Attend to the pieces before a part, and write the output of all to its rows of `out`.
 
@@ -116,8 +104,8 @@ def _merge_before(
     backend = default_backend(out.device)
 
     def attend(places: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = copy_places(pages, places, reads.room)
-        return attend_to_piece(own, keys[None], values[None], False, scale, reads.cudnn)
+        keys, values = _copy_places(batch, places, reads.room)
+        return attend_to_piece(own, keys[None], values[None], False, batch.scale, reads.cudnn)
 
     attended, total = running
     for piece in part.before[:-1]:
@@ -172,21 +160,19 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def copy_places(pages: _Pages, places: Tensor, room: Tensor) -> list[Tensor]:
-    """Copy the KV at `places` of pages to `room`, and return it: [kv_heads, tokens, dim] of each.
+def _copy_places(batch: Batch, places: Tensor, room: Tensor) -> list[Tensor]:
+    """Copy the KV at `places` of a batch's pages to `room`, and return it: [kv_heads, tokens, dim] of each.
 
-    pages: as in `Batch`; places: int64, head by head, as `PromptPart` has them.
+    places: int64, head by head, as `PromptPart` has them.
     """
-    scales = pages[2]
-    _, kv_heads, page_size, dim = pages[0].shape
-    copies = []
-    for copy_scaled, source, own in zip((copy_keys, copy_values), pages[:2], room, strict=True):
-        copy = own[: len(places) * page_size * dim].view(-1, page_size * dim)
-        if scales is None:
-            torch.index_select(source.view(-1, page_size * dim), 0, places, out=copy)
+    size, copies = batch.page_size * batch.dim, []
+    for copy_scaled, source, own in zip((copy_keys, copy_values), (batch.k_pages, batch.v_pages), room, strict=True):
+        copy = own[: len(places) * size].view(-1, size)
+        if batch.scales is None:
+            torch.index_select(source.view(-1, size), 0, places, out=copy)
         else:
-            copy_scaled(source, places, scales, copy, default_backend(copy.device))
-        copies.append(copy.view(kv_heads, -1, dim))
+            copy_scaled(source, places, batch.scales, copy, default_backend(copy.device))
+        copies.append(copy.view(batch.kv_heads, -1, batch.dim))
     return copies
 
 

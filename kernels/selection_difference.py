@@ -27,18 +27,19 @@ class CodedDifferences:
 
 
 def code_difference(
-    bitmaps: Tensor, before: Tensor, widths: Tensor, into: CodedDifferences | None = None, backend: str = "torch"
-) -> CodedDifferences:
+    bitmaps: Tensor, before: Tensor, widths: Tensor, into: CodedDifferences, backend: str = "torch"
+) -> None:
     """Code the difference of selections from earlier ones. The host does not wait for the device.
 
     bitmaps, before: int64 [sequences, rows, words], contiguous, a bit for each block, zero in words from a sequence's
         width on. widths: [sequences] int32, the words of a row that count
-    into: contiguous tensors that are written and returned; None: new ones
+    into: contiguous tensors that are written
     """
     if backend == "torch":
-        return _write(_code_in_torch(bitmaps, before, widths), into)
+        for out, coded in zip(vars(into).values(), _code_in_torch(bitmaps, before, widths), strict=True):
+            out.copy_(coded)
+        return
     sequences, rows, words = bitmaps.shape
-    into = into or _make_room(bitmaps)
     row_counts = torch.empty(sequences, rows, dtype=torch.int32, device=bitmaps.device)
     row_checksums = torch.empty(sequences, rows, dtype=torch.int64, device=bitmaps.device)
     chunk = min(_CHUNK, max(32, power_of_two(words)))
@@ -59,28 +60,10 @@ def code_difference(
         ROWS=power_of_two(rows),
         **how,
     )
-    return into
 
 
-def _make_room(bitmaps: Tensor) -> CodedDifferences:
-    (sequences, rows, words), device = bitmaps.shape, bitmaps.device
-    return CodedDifferences(
-        flags=torch.empty(sequences, rows, words, dtype=torch.uint8, device=device),
-        values=torch.empty(sequences, rows * words * 8, dtype=torch.uint8, device=device),
-        counts=torch.empty(sequences, dtype=torch.int32, device=device),
-        checksums=torch.empty(sequences, dtype=torch.int64, device=device),
-    )
-
-
-def _write(coded: CodedDifferences, into: CodedDifferences | None) -> CodedDifferences:
-    if into is None:
-        return coded
-    for name, tensor in vars(coded).items():
-        getattr(into, name).copy_(tensor)
-    return into
-
-
-def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> CodedDifferences:
+def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> tuple[Tensor, ...]:
+    """Return flags, values, counts and checksums."""
     sequences, rows, words = bitmaps.shape
     parts = (bitmaps ^ before).view(torch.uint8).view(sequences, rows, words, 8)
     differs = parts != 0
@@ -99,7 +82,7 @@ def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> CodedDiff
     row, column = torch.arange(rows, device=bitmaps.device), torch.arange(words, device=bitmaps.device)
     index = row[:, None] * widths.long()[:, None, None] + column
     checksums = (bitmaps * (index * _WEIGHT | 1)).sum((1, 2))
-    return CodedDifferences(flags, values[:, :size], counts, checksums)
+    return flags, values[:, :size], counts, checksums
 
 
 def _ranks(bit: Tensor) -> Tensor:

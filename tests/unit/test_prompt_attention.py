@@ -32,7 +32,7 @@ from specahead.kernels.prompt_reads import (
     shapes_of_parts,
     size_of_own,
 )
-from tests.unit.test_paged_attention import SCALE, Case, both_widths, in_eight_bits, shuffled_case
+from tests.unit.test_paged_attention import Case, both_widths, in_eight_bits, shuffled_case
 
 PAGE, KV_HEADS = 16, 2
 BATCHES = {
@@ -59,7 +59,7 @@ def plan(case: Case, cudnn: bool = False) -> PromptReads:
 
 
 def attend(case: Case, reads: PromptReads) -> Tensor:
-    return attend_to_prompts(reads, case.queries, case.k_pages, case.v_pages, SCALE, case.scales)
+    return attend_to_prompts(reads, case.batch)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -1,10 +1,13 @@
 """What the device codes of a selection is what the codec sends, byte for byte."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from specahead.config.garbage import no_garbage_collected
 from specahead.kernels.selection_difference import CodedDifferences, code_difference
@@ -38,7 +41,7 @@ def test_the_bytes_are_those_of_the_codec(seed: int, heads: int, lengths: list[i
         references.append(((3, 7), earlier) if refers else None)
     widths = torch.tensor([row_words(blocks) for blocks in lengths], dtype=torch.int32, device=DEVICE)
     tensors = (torch.from_numpy(each.view(np.int64)).to(DEVICE) for each in (bitmaps, before))
-    coded = code_difference(*tensors, widths)
+    coded = code(*tensors, widths)
     for i, (selection, reference) in enumerate(zip(selections, references, strict=True)):
         flags = coded.flags[i, :, : row_words(selection.num_blocks)].cpu().numpy()
         values = coded.values[i, : int(coded.counts[i])].cpu().numpy()
@@ -49,6 +52,19 @@ def test_the_bytes_are_those_of_the_codec(seed: int, heads: int, lengths: list[i
         assert data == encode_selection(selection, reference)
         held = {} if reference is None else {reference[0]: reference[1]}
         assert (decode_selection(data, held, heads, selection.num_blocks).words == selection.words).all()
+
+
+def code(bitmaps: Tensor, before: Tensor, widths: Tensor, backend: str = "torch") -> CodedDifferences:
+    """Code differences into tensors that were not zero."""
+    full, (sequences, rows, words) = partial(torch.full, fill_value=77, device=bitmaps.device), bitmaps.shape
+    into = CodedDifferences(
+        flags=full((sequences, rows, words), dtype=torch.uint8),
+        values=full((sequences, rows * words * 8), dtype=torch.uint8),
+        counts=full((sequences,), dtype=torch.int32),
+        checksums=full((sequences,), dtype=torch.int64),
+    )
+    code_difference(bitmaps, before, widths, into, backend)
+    return into
 
 
 def random_words(shape: tuple[int, ...], widths: list[int], random: np.random.Generator) -> torch.Tensor:
@@ -72,9 +88,8 @@ def test_triton_codes_as_torch_does(rows: int, words: int, widths: list[int], sa
     bitmaps = random_words(shape, widths, random)
     before = bitmaps.clone() if same else random_words(shape, widths, random)
     given = bitmaps, before, torch.tensor(widths, dtype=torch.int32, device=DEVICE)
-    wanted = code_difference(*given)
-    into = CodedDifferences(*(torch.full_like(tensor, 77).contiguous() for tensor in vars(wanted).values()))
-    assert code_difference(*given, into, "triton") is into
+    wanted = code(*given)
+    into = code(*given, "triton")
     for name in ("flags", "counts", "checksums"):
         assert torch.equal(getattr(into, name), getattr(wanted, name)), name
         assert getattr(into, name).dtype == getattr(wanted, name).dtype
@@ -91,10 +106,10 @@ def test_it_can_be_captured(backend: str) -> None:
     shape = 2, 3, 4
     bitmaps, before = (torch.from_numpy(random.integers(0, 2**62, shape)).cuda() for _ in range(2))
     widths = torch.tensor([4, 4], dtype=torch.int32, device="cuda")
-    wanted = code_difference(bitmaps, before, widths)
+    wanted = code(bitmaps, before, widths)
     graph = torch.cuda.CUDAGraph()
     with no_garbage_collected(), torch.cuda.graph(graph):  # a graph collected during a capture aborts the process
-        coded = code_difference(bitmaps, before, widths, backend=backend)
+        coded = code(bitmaps, before, widths, backend)
     graph.replay()
     for name in ("flags", "counts", "checksums"):
         assert torch.equal(getattr(coded, name), getattr(wanted, name)), name

@@ -199,7 +199,7 @@ class LayerAttention:
             out = paged_attention_remembering(batch, weights.block_size, *remembered, **how)
             return paged_attention(batch, **how) if weights.apart else out
         if self.prompts is not None:
-            return attend_to_prompts(self.prompts, queries, batch.k_pages, batch.v_pages, batch.scale, batch.scales)
+            return attend_to_prompts(self.prompts, batch)
         return paged_attention(batch, **how)
 
     def _listed(self, layer: int, at: int, queries: Tensor) -> Tensor:

@@ -174,10 +174,10 @@ class ModelRunner(TargetOrDraftRunner):
                 return self.passes.start_step(part, self._shapes.of_started(part))
             return self.passes.start_exact(part, shape_of(part))
 
-        tiers = TieredSteps(self.kv, self.passes)
+        tiers = TieredSteps(self.kv, self.passes, shape_of, lambda part: start(part)())
         if tiers.is_near(inputs):
             return start(inputs)
-        outputs = tiers.run(inputs, shape_of, lambda part: start(part)())
+        outputs = tiers.run(inputs)
         return lambda: outputs
 
     def _read_pinned(self, item: SequenceInput) -> SequenceOutput:
