@@ -17,7 +17,7 @@ from specahead.kernels.paged_attention.items import (
     queries_of,
 )
 from specahead.kernels.paged_attention.rows import attend_in_rows, nothing_yet
-from specahead.kernels.paged_attention.tiles import Means, attend_to_means, blocks_by_warp, in_float16, store_partial
+from specahead.kernels.paged_attention.tiles import attend_to_means, blocks_by_warp, in_float16, store_partial
 
 
 @jit
@@ -33,15 +33,9 @@ def partial_attention_kernel(
     pieces_ptr,
     tile_starts_ptr,
     first_items_ptr,
-    mean_k_ptr,
-    mean_v_ptr,
-    mean_variance_ptr,
-    group_tables_ptr,
-    group_counts_ptr,
+    groups,
     unread_ptr,
-    partial_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
+    partial,
     block_sums_ptr,
     visible_ptr,
     kv_scales_ptr,
@@ -56,7 +50,7 @@ def partial_attention_kernel(
     PDL: tl.constexpr,
 ):
     """Attend one stretch of the row of tiles; leave a partial result for each item in it, at slot
-    program + item * (1 + APART).
+    program + item * (1 + APART). groups: `Groups`, or None. partial: `Partial`.
 
     With kv_scales, pages have 8-bit numbers. A head's scale of keys joins that of the scores; what is due to values
     comes when results are merged.
@@ -65,11 +59,8 @@ def partial_attention_kernel(
     attend to these, and leave their partial results in the slots that follow the item's.
     """
     sources = Sources(tables_ptr, lists_ptr, pieces_ptr, table_stride, list_width)
-    means = Means(
-        mean_k_ptr, mean_v_ptr, mean_variance_ptr, group_tables_ptr, group_counts_ptr, unread_ptr, group_stride
-    )
+    means, block_sums = (groups, unread_ptr, group_stride), (block_sums_ptr, block_sums_stride)
     all_items = Items(row_tiles, tile_starts_ptr, starts_ptr, lengths_ptr, counts_ptr)
-    partial, block_sums = (partial_ptr, partial_max_ptr, partial_sum_ptr), (block_sums_ptr, block_sums_stride)
     program = tl.program_id(0)
     programs = tl.num_programs(0) - CUT.APART * items
     total = tl.load(tile_starts_ptr + items)
@@ -133,7 +124,7 @@ def attend_to_means_apart(
     _query, real, q = queries_of(item, q_ptr, CUT, CUT.ROWS)
     q = in_float16(q)
     scale *= tl.load(kv_scales_ptr + item.row % CUT.KV_HEADS)
-    tiles = part % CUT.APART, tl.cdiv(tl.load(means.counts + item.row // CUT.KV_HEADS), CUT.GROUP_TILE)
+    tiles = part % CUT.APART, tl.cdiv(tl.load(means[0].counts + item.row // CUT.KV_HEADS), CUT.GROUP_TILE)
     # Of the loads of several tiles at once, shared memory would have no room for other programs.
     running = nothing_yet(CUT.ROWS, CUT.DIM)
     running = attend_to_means(q, real, scale, item, tiles, running, means, CUT, CUT.APART, 1)
@@ -143,9 +134,7 @@ def attend_to_means_apart(
 
 @jit
 def merge_kernel(
-    partial_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
+    partial,
     tile_starts_ptr,
     starts_ptr,
     out_ptr,
@@ -187,9 +176,9 @@ def merge_kernel(
         split = program + offs_split
         at = (split + item * (1 + APART)) * (QUERIES * GROUP) + row
         there = split < last
-        maxima = tl.load(partial_max_ptr + at, mask=there, other=-float("inf"))
-        weights = tl.load(partial_sum_ptr + at, mask=there, other=0.0)
-        values = tl.load(partial_ptr + at[:, None] * DIM + offs_dim[None, :], mask=there[:, None], other=0.0)
+        maxima = tl.load(partial.maxima + at, mask=there, other=-float("inf"))
+        weights = tl.load(partial.sums + at, mask=there, other=0.0)
+        values = tl.load(partial.outputs + at[:, None] * DIM + offs_dim[None, :], mask=there[:, None], other=0.0)
         higher = tl.maximum(maximum, tl.max(maxima, 0))
         base = tl.where(higher == -float("inf"), 0.0, higher)
         ours, theirs = tl.exp2(maximum - base), tl.exp2(maxima - base)

@@ -10,6 +10,7 @@ from specahead.kernels.backends import overlapping_launch, power_of_two
 from specahead.kernels.paged_attention.inputs import MOST_BEYOND, VARIANCE_LIMIT, Batch, BlockLists, GroupMeans
 from specahead.kernels.paged_attention.items import Cut
 from specahead.kernels.paged_attention.kernel import merge_kernel, partial_attention_kernel
+from specahead.kernels.paged_attention.tiles import Groups, Partial
 from specahead.kernels.paged_attention.work import (
     GROUP_TILE,
     GROUP_TILE_APART,
@@ -22,9 +23,6 @@ from specahead.kernels.paged_attention.work import (
 
 LOG2_E = 1.4426950408889634
 MAX_EMITTED = 128  # tokens of a block whose weights are emitted
-
-# Outputs [slots * rows, dim], maxima and sums [slots * rows]; where the slots of an item begin: `programs_of`.
-Partial = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,8 @@ def _attend_in_parts(
     programs = len(work.first_items)
     apart = tuning.programs_apart(means)
     slots = (programs + items * (1 + apart)) * rows
-    partial = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
-    partial_max, partial_sum = torch.empty(2, slots, dtype=torch.float32, device=device)
+    outputs = torch.empty(slots, batch.dim, dtype=torch.float32, device=device)
+    partial = Partial(outputs, *torch.empty(2, slots, dtype=torch.float32, device=device))
     partial_attention_kernel[(programs + items * apart,)](
         q_ptr=batch.queries,
         k_ptr=batch.k_pages,
@@ -134,15 +132,9 @@ def _attend_in_parts(
         pieces_ptr=work.pieces,
         tile_starts_ptr=work.tile_starts,
         first_items_ptr=work.first_items,
-        mean_k_ptr=None if means is None else means.k,
-        mean_v_ptr=None if means is None else means.v,
-        mean_variance_ptr=None if means is None else means.k_variance,
-        group_tables_ptr=None if means is None else means.tables,
-        group_counts_ptr=None if means is None else means.counts,
+        groups=None if means is None else Groups(means.k, means.v, means.k_variance, means.tables, means.counts),
         unread_ptr=work.unread,
-        partial_ptr=partial,
-        partial_max_ptr=partial_max,
-        partial_sum_ptr=partial_sum,
+        partial=partial,
         block_sums_ptr=sums.blocks,
         visible_ptr=batch.visible,
         kv_scales_ptr=None if batch.scales is None else batch.scales.scales,
@@ -157,7 +149,7 @@ def _attend_in_parts(
         num_warps=tuning.warps,
         **overlapping_launch(device),
     )
-    return partial, partial_max, partial_sum
+    return partial
 
 
 def _cut(
@@ -214,9 +206,7 @@ def _merge(batch: Batch, work: Work, items: int, rows: int, partial: Partial, su
     tuning, programs = work.tuning, len(work.first_items)
     splits = 16 if tuning.segment else min(64, max(8, power_of_two(programs // items + 2 + apart)))
     merge_kernel[(items, rows)](
-        partial_ptr=partial[0],
-        partial_max_ptr=partial[1],
-        partial_sum_ptr=partial[2],
+        partial=partial,
         tile_starts_ptr=work.tile_starts,
         starts_ptr=batch.query_starts,
         out_ptr=out,

@@ -6,16 +6,25 @@ from specahead.kernels.backends import jit, tl
 from specahead.kernels.paged_attention.items import places_of
 
 
-class Means(NamedTuple):
-    """What `attend_to_means` reads: `GroupMeans`, the numbers of a group's unread tokens, and the stride of a table."""
+class Groups(NamedTuple):
+    """The tensors of `GroupMeans`."""
 
     k: Any
     v: Any
     k_variance: Any
     tables: Any
     counts: Any
-    unread: Any
-    stride: Any
+
+
+class Partial(NamedTuple):
+    """Partial results: outputs [slots * rows, dim], maxima and sums of weights [slots * rows], all float32.
+
+    `programs_of` says where the slots of an item begin.
+    """
+
+    outputs: Any
+    maxima: Any
+    sums: Any
 
 
 @jit
@@ -121,22 +130,24 @@ def attend_to_means(
 
     q, real: an item's rows and which of them exist. tiles: the first tile of groups and the end of the last, of which
     each STEP-th is taken, STAGES of them in flight. running: maximum, total weight and output of the tiles before.
+    means: `Groups`, `Work.unread`, and the stride of both of their tables.
     """
+    groups, unread_ptr, stride = means
     maximum, total_weight, acc = running
     begin, end = tiles
     offs_dim = tl.arange(0, CUT.DIM)
     sequence, kv_head = item.row // CUT.KV_HEADS, item.row % CUT.KV_HEADS
-    groups = tl.load(means.counts + sequence)
+    count = tl.load(groups.counts + sequence)
     for t in tl.range(begin, end, STEP, num_stages=STAGES):
         group = t * CUT.GROUP_TILE + tl.arange(0, CUT.GROUP_TILE)
-        inside = group < groups
-        slot = tl.load(means.tables + sequence * means.stride + group, mask=inside, other=0)
-        unread = tl.load(means.unread + item.row * means.stride + group, mask=inside, other=0.0)
+        inside = group < count
+        slot = tl.load(groups.tables + sequence * stride + group, mask=inside, other=0)
+        unread = tl.load(unread_ptr + item.row * stride + group, mask=inside, other=0.0)
         there = unread > 0
         at = (slot.to(tl.int64) * CUT.KV_HEADS + kv_head) * CUT.DIM
         across = at[None, :] + offs_dim[:, None]
-        k = tl.load(means.k + across, mask=there[None, :], other=0.0)
-        variance = tl.load(means.k_variance + across, mask=there[None, :], other=0.0)
+        k = tl.load(groups.k + across, mask=there[None, :], other=0.0)
+        variance = tl.load(groups.k_variance + across, mask=there[None, :], other=0.0)
         variance = tl.minimum(variance, 60000.0)  # what float16 holds, if those are the queries
         scaled = q.to(tl.float32) * scale
         # In units of log 2: ½ (q·s)² var, where s holds one factor log2(e) too many; hence · ln 2.
@@ -147,21 +158,17 @@ def attend_to_means(
         scores += tl.log2(tl.maximum(unread, 1.0))[None, :]
         scores = tl.where(there[None, :] & real[:, None], scores, -float("inf"))
         weights, _, fade, maximum, total_weight = online_softmax(scores, maximum, total_weight)
-        v = load_values(means.v, at, there, CUT)
+        v = load_values(groups.v, at, there, CUT)
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision=CUT.PRECISION)
     return maximum, total_weight, acc
 
 
 @jit
 def store_partial(partial, slot, running, CUT: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Store `running`, the maximum, total weight and output of an item's rows from FIRST to KEPT - 1, in a slot.
-
-    partial: outputs, maxima and sums of all slots.
-    """
-    partial_ptr, partial_max_ptr, partial_sum_ptr = partial
+    """Store `running`, the maximum, total weight and output of an item's rows from FIRST to KEPT - 1, in a slot."""
     maximum, total_weight, acc = running
     row = FIRST + tl.arange(0, acc.shape[0])
     at, kept = slot * CUT.KEPT + row, row < CUT.KEPT
-    tl.store(partial_max_ptr + at, maximum, mask=kept)
-    tl.store(partial_sum_ptr + at, total_weight, mask=kept)
-    tl.store(partial_ptr + at[:, None] * CUT.DIM + tl.arange(0, CUT.DIM)[None, :], acc, mask=kept[:, None])
+    tl.store(partial.maxima + at, maximum, mask=kept)
+    tl.store(partial.sums + at, total_weight, mask=kept)
+    tl.store(partial.outputs + at[:, None] * CUT.DIM + tl.arange(0, CUT.DIM)[None, :], acc, mask=kept[:, None])
