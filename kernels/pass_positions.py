@@ -1,6 +1,7 @@
 """Positions of the tokens of a round's passes that run one token of each branch, for all passes at once."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ class Branches:
     """Branches of each sequence."""
 
 
-@dataclass(frozen=True)
-class PassPositions:
+class PassPositions(NamedTuple):
     """Where the tokens of each pass stand."""
 
     starts: Tensor
@@ -46,16 +46,17 @@ def pass_positions(branches: Branches, passes: int, page_size: int, backend: str
     rows, device = len(branches.before), branches.before.device
     if backend == "torch":
         return _positions_by_torch(branches, passes, page_size)
-    positions, slots = (torch.empty(passes, rows, dtype=torch.int64, device=device) for _ in range(2))
-    visible = torch.empty(passes, rows, 3, dtype=torch.int32, device=device) if branches.each > 1 else None
-    ends = torch.empty(passes, rows, dtype=torch.int32, device=device)
-    starts = torch.empty(rows // branches.each + 1, dtype=torch.int32, device=device)
-    given = branches.before, branches.own, branches.kept, branches.tables
-    made = PassPositions(starts, positions, slots, visible, ends)
-    numbers = passes, rows, branches.tables.shape[1], branches.each
-    _pass_positions_kernel[(-(-max(1, passes) * (rows + 1) // 128),)](
-        *given, starts, positions, slots, visible, ends, *numbers, PAGE=page_size, CHUNK=128
+    made = PassPositions(
+        starts=torch.empty(rows // branches.each + 1, dtype=torch.int32, device=device),
+        positions=torch.empty(passes, rows, dtype=torch.int64, device=device),
+        slots=torch.empty(passes, rows, dtype=torch.int64, device=device),
+        visible=torch.empty(passes, rows, 3, dtype=torch.int32, device=device) if branches.each > 1 else None,
+        ends=torch.empty(passes, rows, dtype=torch.int32, device=device),
     )
+    given = branches.before, branches.own, branches.kept, branches.tables
+    numbers = passes, rows, branches.tables.shape[1], branches.each
+    grid = (-(-max(1, passes) * (rows + 1) // 128),)
+    _pass_positions_kernel[grid](*given, made, *numbers, PAGE=page_size, CHUNK=128)
     return made
 
 
@@ -77,25 +78,11 @@ def _positions_by_torch(branches: Branches, passes: int, page_size: int) -> Pass
 
 @jit
 def _pass_positions_kernel(
-    before_ptr,
-    own_ptr,
-    kept_ptr,
-    tables_ptr,
-    starts_ptr,
-    positions_ptr,
-    slots_ptr,
-    visible_ptr,
-    ends_ptr,
-    passes,
-    rows,
-    pages,
-    each,
-    PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    before_ptr, own_ptr, kept_ptr, tables_ptr, made, passes, rows, pages, each, PAGE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A chunk of the branches of all passes."""
+    """Make a chunk of the branches of all passes. made: `PassPositions`."""
     at = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    tl.store(starts_ptr + at, at * each, mask=at * each <= rows)
+    tl.store(made.starts + at, at * each, mask=at * each <= rows)
     inside = at < passes * rows
     index, row = at // rows, at % rows
     before = tl.load(before_ptr + row, mask=inside, other=0)
@@ -105,10 +92,10 @@ def _pass_positions_kernel(
     page = tl.load(tables_ptr + (row // each).to(tl.int64) * pages + position // PAGE, mask=kept, other=0)
     slot = page.to(tl.int64) * PAGE + position % PAGE
     end = tl.where(before > 0, position + 1, 0)
-    tl.store(positions_ptr + at, tl.where(before > 0, before.to(tl.int64) + index, 0), mask=inside)
-    tl.store(slots_ptr + at, tl.where(kept, slot, -1), mask=inside)
-    tl.store(ends_ptr + at, end, mask=inside)
-    if visible_ptr is not None:
-        tl.store(visible_ptr + at * 3, before, mask=inside)
-        tl.store(visible_ptr + at * 3 + 1, own, mask=inside)
-        tl.store(visible_ptr + at * 3 + 2, end, mask=inside)
+    tl.store(made.positions + at, tl.where(before > 0, before.to(tl.int64) + index, 0), mask=inside)
+    tl.store(made.slots + at, tl.where(kept, slot, -1), mask=inside)
+    tl.store(made.ends + at, end, mask=inside)
+    if made.visible is not None:
+        tl.store(made.visible + at * 3, before, mask=inside)
+        tl.store(made.visible + at * 3 + 1, own, mask=inside)
+        tl.store(made.visible + at * 3 + 2, end, mask=inside)

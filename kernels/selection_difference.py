@@ -1,6 +1,6 @@
 """The difference of two block selections, coded on the device, as specahead/wire/selection_codec.py sends it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # of the checksum (specahead/wire/sele
 _CHUNK = 512  # words of a row that a program takes at once, at most
 
 
-@dataclass(frozen=True)
-class CodedDifferences:
+class CodedDifferences(NamedTuple):
     """Differences of several sequences.
 
     flags: [sequences, rows, words] uint8, a bit for each byte of a word, least significant first: whether it differs
@@ -36,7 +35,7 @@ def code_difference(
     into: contiguous tensors that are written
     """
     if backend == "torch":
-        for out, coded in zip(vars(into).values(), _code_in_torch(bitmaps, before, widths), strict=True):
+        for out, coded in zip(into, _code_in_torch(bitmaps, before, widths), strict=True):
             out.copy_(coded)
         return
     sequences, rows, words = bitmaps.shape
@@ -62,8 +61,7 @@ def code_difference(
     )
 
 
-def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> tuple[Tensor, ...]:
-    """Return flags, values, counts and checksums."""
+def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> CodedDifferences:
     sequences, rows, words = bitmaps.shape
     parts = (bitmaps ^ before).view(torch.uint8).view(sequences, rows, words, 8)
     differs = parts != 0
@@ -82,7 +80,7 @@ def _code_in_torch(bitmaps: Tensor, before: Tensor, widths: Tensor) -> tuple[Ten
     row, column = torch.arange(rows, device=bitmaps.device), torch.arange(words, device=bitmaps.device)
     index = row[:, None] * widths.long()[:, None, None] + column
     checksums = (bitmaps * (index * _WEIGHT | 1)).sum((1, 2))
-    return flags, values[:, :size], counts, checksums
+    return CodedDifferences(flags, values[:, :size], counts, checksums)
 
 
 def _ranks(bit: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ of a group are added up by themselves, and then scaled.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch import Tensor
 from specahead.kernels.backends import ask_for, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.grouped import GroupedWeight
-from specahead.kernels.linear.summing import Sums, gate, sum_products
+from specahead.kernels.linear.summing import Sums, WeightItems, gate, sum_products
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight
 
 MOST_ROWS = 64  # beyond it, products take longer than reading the weights
@@ -79,45 +78,35 @@ def few_rows_linear(
         return (silu_and_multiply(out) if gated else out).to(dtype or x.dtype)
     rows, inputs = x.shape
     outputs = len(weight) // 2 if gated else len(weight)
-    values, scales, zeros, word, group = as_kernels_take(weight)
+    items, word, group = as_kernels_take(weight)
     tuning = tuning or (
         grouped_tuning(rows, outputs, inputs, gated, in_parts, weight.span)
         if isinstance(weight, GroupedWeight)
-        else default_tuning(rows, outputs, inputs, gated, in_parts, scales is not None)
+        else default_tuning(rows, outputs, inputs, gated, in_parts, items.scales is not None)
     )
     assert takes(x) and x.is_contiguous() and inputs % (tuning.parts * tuning.depth) == 0
     shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
     out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
     _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](
-        x,
-        values,
-        scales,
-        zeros,
-        bias,
-        out,
-        rows,
-        outputs,
-        inputs,
+        *(x, items, bias, out, rows, outputs, inputs),
         ROWS=max(16, power_of_two(rows)),
         COLUMNS=tuning.columns,
         SUMS=Sums(inputs // tuning.parts, tuning.depth, word, group, tuning.stages),
         GATED=gated,
-        AHEAD=asked_ahead(max(BLOCK, inputs // tuning.parts), values.nbytes / len(values) / inputs),
+        AHEAD=asked_ahead(max(BLOCK, inputs // tuning.parts), items.numbers.nbytes / len(items.numbers) / inputs),
         num_warps=tuning.warps,
         **overlapping_launch(x.device),
     )
     return out
 
 
-def as_kernels_take(weight: Tensor | EightBitWeight | GroupedWeight) -> tuple[Any, ...]:
-    """Return numbers or words of a weight, its scales, its zeros, the numbers of an item, and the inputs of a group;
-    None of what it lacks.
-    """
+def as_kernels_take(weight: Tensor | EightBitWeight | GroupedWeight) -> tuple[WeightItems, int, int | None]:
+    """Return a weight for kernels, the numbers of an item, and the inputs of a group; None: it has no groups."""
     if isinstance(weight, GroupedWeight):
-        return weight.words, weight.scales, weight.zeros, weight.numbers, weight.group
+        return WeightItems(weight.words, weight.scales, weight.zeros), weight.numbers, weight.group
     if isinstance(weight, EightBitWeight):
-        return weight.values.view(torch.int32), weight.scales, None, 4, None
-    return weight, None, None, 1, None
+        return WeightItems(weight.values.view(torch.int32), weight.scales, None), 4, None
+    return WeightItems(weight, None, None), 1, None
 
 
 def default_tuning(rows: int, outputs: int, inputs: int, gated: bool, in_parts: bool, in_eight_bits: bool) -> Tuning:
@@ -172,9 +161,7 @@ def asked_ahead(inputs: int, itemsize: float) -> int:
 @jit
 def _few_rows_linear_kernel(
     x_ptr,
-    values_ptr,
-    scales_ptr,
-    zeros_ptr,
+    weight,
     bias_ptr,
     out_ptr,
     rows,
@@ -206,10 +193,10 @@ def _few_rows_linear_kernel(
     if PDL:
         # Before its own wait: the launches that may follow, a norm or a layer, read only constants before theirs.
         tl.extra.cuda.gdc_launch_dependents()
-        ask_for(values_ptr, first, AHEAD // SUMS.WORD)
+        ask_for(weight.numbers, first, AHEAD // SUMS.WORD)
         tl.extra.cuda.gdc_wait()
-    weights_at, x_at = values_ptr + first, x_ptr + row * inputs + begin
-    sums = sum_products(weights_at, x_at, there, scales_ptr, zeros_ptr, known, LINES, begin, SUMS, PDL)
+    weights_at, x_at = weight.numbers + first, x_ptr + row * inputs + begin
+    sums = sum_products(weight, weights_at, x_at, there, known, LINES, begin, SUMS, PDL)
     if bias_ptr is not None:
         sums += tl.where(part == 0, tl.load(bias_ptr + known).to(tl.float32), 0.0)[:, None]
     if GATED:

@@ -1,6 +1,6 @@
 """The inner loop of linear layers within kernels: lines of a weight in 16 bits, 8 or 4, times rows of inputs."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specahead.kernels.backends import jit, tl
 from specahead.kernels.linear.unpacking import in_order, number_of
@@ -16,14 +16,21 @@ class Sums(NamedTuple):
     STAGES: int  # steps in flight
 
 
+class WeightItems(NamedTuple):
+    """A weight as kernels take it: its numbers or words, its scales and its zeros; None: it has none."""
+
+    numbers: Any
+    scales: Any
+    zeros: Any
+
+
 @jit
-def sum_products(
-    weights_at, x_at, there, scales_ptr, zeros_ptr, line, lines, begin, SUMS: tl.constexpr, PDL: tl.constexpr
-):
+def sum_products(weight, weights_at, x_at, there, line, lines, begin, SUMS: tl.constexpr, PDL: tl.constexpr):
     """Return LENGTH inputs' products of some lines of a weight and some rows of inputs, scaled: [lines, rows] float32.
 
-    weights_at: [lines] pointers to each line's first item. x_at: [rows] pointers to each row's first input, read where
-    `there`. line: [lines], the places of these lines among the weight's `lines`. begin: the first input.
+    weight: `WeightItems`. weights_at: [lines] pointers to each line's first item. x_at: [rows] pointers to each row's
+    first input, read where `there`. line: [lines], the places of these lines among the weight's `lines`. begin: the
+    first input.
     """
     WORD: tl.constexpr = SUMS.WORD
     LINE: tl.constexpr = SUMS.DEPTH // WORD  # inputs that one number of each word of a span stands for
@@ -53,13 +60,13 @@ def sum_products(
                 x = tl.load(x_at + at + LINE * number, mask=there[None, :], other=0.0).to(tl.float16)
                 if number * LINE % UNIT == 0:  # a group begins, or goes on from the last span
                     of_group = (begin + at + number * LINE) // SUMS.GROUP * lines + line
-                    scale = tl.load(scales_ptr + of_group).to(tl.float32)  # before the products, which hide its way
+                    scale = tl.load(weight.scales + of_group).to(tl.float32)  # before the products, which hide its way
                     products = tl.zeros([line.shape[0], there.shape[0]], tl.float32)
-                products = tl.dot(number_of(weights, zeros_ptr, of_group, number, WORD, PDL), x, products)
+                products = tl.dot(number_of(weights, weight.zeros, of_group, number, WORD, PDL), x, products)
                 if (number + 1) * LINE % UNIT == 0:
                     sums += products * scale[:, None]
-    if scales_ptr is not None and SUMS.GROUP is None:
-        sums = sums * tl.load(scales_ptr + line)[:, None]
+    if weight.scales is not None and SUMS.GROUP is None:
+        sums = sums * tl.load(weight.scales + line)[:, None]
     return sums
 
 

@@ -76,13 +76,11 @@ def _multiply(
     chosen: int,
     cut: Tuning | None,
 ) -> None:
-    values, scales, zeros, word, group = as_kernels_take(weight)
+    items, word, group = as_kernels_take(weight)
     cut = cut or default_cut(weight, x.shape[1], tiles.size, weights is None)
     _multiply_kernel[(len(tiles.experts), -(-outputs // cut.columns))](
         x_ptr=x,
-        values_ptr=values,
-        scales_ptr=scales,
-        zeros_ptr=zeros,
+        weight=items,
         out_ptr=out,
         weights_ptr=weights,
         order_ptr=tiles.order,
@@ -116,9 +114,7 @@ def default_cut(weight: ExpertWeight, inputs: int, rows: int, gated: bool) -> Tu
 @jit
 def _multiply_kernel(
     x_ptr,
-    values_ptr,
-    scales_ptr,
-    zeros_ptr,
+    weight,
     out_ptr,
     weights_ptr,
     order_ptr,
@@ -154,8 +150,8 @@ def _multiply_kernel(
     there = place < end
     pair = tl.load(order_ptr + place, mask=there, other=0)
     row = (pair // CHOSEN if GATED else tl.minimum(place, end - 1)).to(tl.int64)
-    weights_at, x_at = values_ptr + known * (inputs // SUMS.WORD), x_ptr + row * inputs
-    sums = sum_products(weights_at, x_at, there, scales_ptr, zeros_ptr, known, lines, 0, SUMS, PDL)
+    weights_at, x_at = weight.numbers + known * (inputs // SUMS.WORD), x_ptr + row * inputs
+    sums = sum_products(weight, weights_at, x_at, there, known, lines, 0, SUMS, PDL)
     if GATED:
         sums = gate(sums, out_ptr.dtype.element_ty)
         to = place

@@ -70,15 +70,13 @@ def choose_experts(logits: Tensor, chosen: int, renormed: bool, backend: str = "
     rows, experts = logits.shape[-2:]
     of_program = _FEW if rows <= _MOST_OF_FEW else _MANY
     blocks = -(-rows // of_program)
-    ids = torch.empty(rows, chosen, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, chosen, dtype=torch.float32, device=logits.device)
-    counts = torch.empty(blocks, experts, dtype=torch.int32, device=logits.device)
+    choice = Choice(
+        ids=torch.empty(rows, chosen, dtype=torch.int32, device=logits.device),
+        weights=torch.empty(rows, chosen, dtype=torch.float32, device=logits.device),
+        counts=torch.empty(blocks, experts, dtype=torch.int32, device=logits.device),
+    )
     _choose_kernel[(blocks,)](
-        logits,
-        ids,
-        weights,
-        counts,
-        rows,
+        *(logits, choice, rows),
         experts=experts,
         PARTS=1 if logits.dim() == 2 else len(logits),
         CHOSEN=chosen,
@@ -88,7 +86,7 @@ def choose_experts(logits: Tensor, chosen: int, renormed: bool, backend: str = "
         num_warps=4,
         **overlapping_launch(logits.device),
     )
-    return Choice(ids, weights, counts)
+    return choice
 
 
 def plan_tiles(choice: Choice, experts: int, size: int, backend: str = "torch") -> Tiles:
@@ -138,9 +136,7 @@ def plan_tiles(choice: Choice, experts: int, size: int, backend: str = "torch") 
 @jit
 def _choose_kernel(
     logits_ptr,
-    ids_ptr,
-    weights_ptr,
-    counts_ptr,
+    choice,
     rows,
     experts: tl.constexpr,
     PARTS: tl.constexpr,
@@ -168,13 +164,13 @@ def _choose_kernel(
         best = tl.argmax(left, 1)
         is_best = expert[None, :] == best[:, None]
         number_of, left = tl.where(is_best, number, number_of), tl.where(is_best, -1.0, left)
-        tl.store(ids_ptr + row * CHOSEN + number, best, mask=of_row)
+        tl.store(choice.ids + row * CHOSEN + number, best, mask=of_row)
     is_chosen = (number_of >= 0) & there
     if RENORMED:
         likelihoods /= tl.maximum(tl.sum(tl.where(is_chosen, likelihoods, 0.0), 1), 1e-30)[:, None]
-    tl.store(weights_ptr + row[:, None] * CHOSEN + number_of, likelihoods, mask=is_chosen)
+    tl.store(choice.weights + row[:, None] * CHOSEN + number_of, likelihoods, mask=is_chosen)
     counts = tl.sum(is_chosen.to(tl.int32), 0)
-    tl.store(counts_ptr + tl.program_id(0) * experts + expert, counts, mask=expert < experts)
+    tl.store(choice.counts + tl.program_id(0) * experts + expert, counts, mask=expert < experts)
 
 
 @jit
