@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, tl
+from specahead.kernels.backends import Backend, jit, tl
 
 MOST_CHOICES = 3  # that the kernel has arguments for
 
@@ -57,7 +57,7 @@ def advance_rows(
     previous: Tensor | None,
     choices: list[Choice],
     page_size: int,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> Tensor:
     """Advance the sequences that follow a step by what it has accepted, in place. Launches only.
 

@@ -136,12 +136,6 @@ def ask_for(ptr, at, LENGTH: tl.constexpr):
     )
 
 
-def check_backend(operation: str, backend: str) -> None:
-    """Raise NotImplementedError for a backend that `operation` does not have."""
-    if backend not in ("torch", "triton"):
-        raise NotImplementedError(f"{operation}: backend {backend!r} is not built; there is 'torch', 'triton'")
-
-
 def power_of_two(n: int) -> int:
     """Return the power of two at or above n, at least 1: Triton's tiles have such sizes."""
     return 1 << max(0, n - 1).bit_length()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, power_of_two, tl
+from specahead.kernels.backends import Backend, jit, power_of_two, tl
 
 _CHUNK = 1024  # numbers that one program copies
 
@@ -57,7 +57,7 @@ class Judged(NamedTuple):
     """[sequences] int32. Sequences that have some hold no tokens."""
 
 
-def copy_drafts(rows: JudgedRows, judged: Judged, drafts: Drafts, backend: str = "torch") -> None:
+def copy_drafts(rows: JudgedRows, judged: Judged, drafts: Drafts, backend: Backend = "torch") -> None:
     """Copy drafts to where a pass takes the tokens that it judges from, in place, for the sequences that judge some.
 
     The two may differ in γ, support and words: what the pass has no room for is left out. Launches only.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, tl
 
 
 def score_own_blocks(
@@ -13,7 +13,7 @@ def score_own_blocks(
     sizes: tuple[int, int, int, int],
     kept: tuple[int, int],
     share: float,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores [layers * sequences * kv_heads, blocks] float32 and, for each row, the number of blocks and the
     number of blocks to read, int32 [rows] each. A score is the sum of the weights of a KV head's heads, infinity for

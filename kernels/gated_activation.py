@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, tl
 
 
-def silu_and_multiply(gate_up: Tensor, backend: str = "torch") -> Tensor:
+def silu_and_multiply(gate_up: Tensor, backend: Backend = "torch") -> Tensor:
     """Return silu(gate) * up, [rows, size]. gate_up: [rows, 2 * size], the gates first in each row."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if backend == "torch":

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from specahead.kernels.backends import jit, power_of_two, send, tl
+from specahead.kernels.backends import Backend, jit, power_of_two, send, tl
 from specahead.kernels.kv_scales import values_by_token
 from specahead.kernels.kv_write import page_addresses
 
@@ -15,7 +15,7 @@ def make_group_means(
     k: Tensor,
     v: Tensor,
     k_variance: Tensor,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> None:
     """Compute means of the keys and values of groups, and the variances of their keys (divided by the group's size).
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, tl
+from specahead.kernels.backends import Backend, jit, tl
 from specahead.kernels.compiling import compiles_only
 
 IN_FLIGHT = 32 * 1024  # bytes that a program loads before it stores: WARPS * 32 threads, 8 loads of 16 bytes each
@@ -28,7 +28,7 @@ def gather_blocks(
     destination_rows: Tensor,
     count: Tensor,
     programs: int,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> None:
     """Do destination[destination_rows[i]] = source[source_rows[i]] for i < count, in place, for keys and for values.
 
@@ -100,7 +100,7 @@ def gather_layers(
     counts: Tensor,
     done: Tensor,
     programs: int,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> None:
     """Do `gather_blocks` layer after layer, in one launch. `wait_for_layer` waits for a layer.
 
@@ -127,7 +127,7 @@ def gather_layers(
     )
 
 
-def wait_for_layer(done: Tensor, layer: int, programs: int, backend: str = "torch") -> None:
+def wait_for_layer(done: Tensor, layer: int, programs: int, backend: Backend = "torch") -> None:
     """Let the stream wait until `programs` programs of `gather_layers`, on another stream, have finished a layer."""
     if backend == "triton":
         _wait_for_layer_kernel[(1,)](done, layer, programs, num_warps=1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import constant, jit, tl
+from specahead.kernels.backends import Backend, constant, jit, tl
 
 EIGHT_BITS = torch.float8_e4m3fn
 LARGEST = torch.finfo(EIGHT_BITS).max
@@ -87,7 +87,7 @@ def values_by_token(v_pages: Tensor) -> Tensor:
     return v_pages.transpose(2, 3) if v_pages.dtype == EIGHT_BITS else v_pages
 
 
-def copy_keys(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: str = "torch") -> None:
+def copy_keys(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: Backend = "torch") -> None:
     """Copy rows of 8-bit keys to `out`, less their centers.
 
     pages: [pages, kv_heads, page_size, dim], contiguous. rows: [n] int64, page * kv_heads + head, as many of each head:
@@ -99,7 +99,7 @@ def copy_keys(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: s
         _copy_rows(pages, rows, of.scales[0], None, out)
 
 
-def copy_values(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: str = "torch") -> None:
+def copy_values(pages: Tensor, rows: Tensor, of: KVScales, out: Tensor, backend: Backend = "torch") -> None:
     """Copy rows of 8-bit values to `out`. The arguments are those of `copy_keys`, but for the shape of pages
     (`values_by_token`).
     """

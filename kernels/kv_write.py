@@ -6,7 +6,7 @@ On a GPU `specahead.kernels.rotary` writes new keys and values as it rotates.
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, tl
+from specahead.kernels.backends import Backend, jit, tl
 from specahead.kernels.kv_scales import KVScales, keys_to_pages, values_by_token, values_to_pages
 
 
@@ -43,7 +43,7 @@ def move_kv(
     addresses: Tensor,
     source: Tensor,
     target: Tensor,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> None:
     """Copy the keys and values of single tokens to other places of the same pages, in all layers.
 

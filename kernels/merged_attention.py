@@ -7,11 +7,17 @@ in their final dtype: on a GPU a merge costs nothing but memory traffic.
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, power_of_two, tl
+from specahead.kernels.backends import Backend, jit, power_of_two, tl
 
 
 def merge_attended(
-    running: Tensor, total: Tensor, piece: Tensor, weight: Tensor, out: Tensor, skipped: int = 0, backend: str = "torch"
+    running: Tensor,
+    total: Tensor,
+    piece: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    skipped: int = 0,
+    backend: Backend = "torch",
 ) -> Tensor:
     """Merge the rows of partial attentions, from the row `skipped` on, into the rows of `out`.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, tl
+from specahead.kernels.backends import Backend, jit, tl
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PassPositions(NamedTuple):
     """[passes, rows] int32, the last of these three."""
 
 
-def pass_positions(branches: Branches, passes: int, page_size: int, backend: str = "torch") -> PassPositions:
+def pass_positions(branches: Branches, passes: int, page_size: int, backend: Backend = "torch") -> PassPositions:
     """Return where the token of each branch stands in each pass; the first pass runs its first token. Launches only."""
     rows, device = len(branches.before), branches.before.device
     if backend == "torch":

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
 
 
 def add_rms_norm(
@@ -11,7 +11,7 @@ def add_rms_norm(
     residual: Tensor | None,
     weight: Tensor,
     epsilon: float,
-    backend: str = "torch",
+    backend: Backend = "torch",
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ only the first dimensions of a head (Phi-4-mini).
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import jit, overlapping_launch, tl
+from specahead.kernels.backends import Backend, jit, overlapping_launch, tl
 from specahead.kernels.kv_scales import KVScales, in_pages, values_by_token
 from specahead.kernels.kv_write import write_kv
 from specahead.kernels.rms_norm import add_rms_norm
@@ -25,7 +25,7 @@ def rotate_and_write_kv(
     k_pages: Tensor,
     v_pages: Tensor,
     heads: int,
-    backend: str = "torch",
+    backend: Backend = "torch",
     head_norms: Tensor | None = None,
     epsilon: float = 0.0,
     scales: KVScales | None = None,

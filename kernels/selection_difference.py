@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # of the checksum (specahead/wire/selection_codec.py), as a signed number
 _CHUNK = 512  # words of a row that a program takes at once, at most
@@ -26,7 +26,7 @@ class CodedDifferences(NamedTuple):
 
 
 def code_difference(
-    bitmaps: Tensor, before: Tensor, widths: Tensor, into: CodedDifferences, backend: str = "torch"
+    bitmaps: Tensor, before: Tensor, widths: Tensor, into: CodedDifferences, backend: Backend = "torch"
 ) -> None:
     """Code the difference of selections from earlier ones. The host does not wait for the device.
 

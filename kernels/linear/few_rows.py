@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import ask_for, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, ask_for, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.gated_activation import silu_and_multiply
 from specahead.kernels.linear.grouped import GroupedWeight
 from specahead.kernels.linear.summing import Sums, WeightItems, gate, sum_products
@@ -57,7 +57,7 @@ def few_rows_linear(
     bias: Tensor | None = None,
     gated: bool = False,
     in_parts: bool = False,
-    backend: str = "torch",
+    backend: Backend = "torch",
     dtype: torch.dtype | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:

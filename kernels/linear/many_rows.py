@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
 from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear
 from specahead.kernels.linear.grouped import GroupedWeight
 from specahead.kernels.linear.unpacking import number_of
@@ -29,7 +29,7 @@ _INVERSE = 1 / LARGEST  # to multiply by: torch divides by a constant otherwise 
 
 
 def many_rows_linear(
-    x: Tensor, weight: EightBitWeight | GroupedWeight, bias: Tensor | None = None, backend: str = "torch"
+    x: Tensor, weight: EightBitWeight | GroupedWeight, bias: Tensor | None = None, backend: Backend = "torch"
 ) -> Tensor:
     """Return x @ weight.T + bias, [rows, outputs], in the weight's dtype, which is bfloat16 with Triton.
 
@@ -50,7 +50,7 @@ def many_rows_linear(
     return torch._scaled_mm(values, *factors, bias=bias, out_dtype=weight.dtype, use_fast_accum=True)
 
 
-def round_rows(x: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, backend: Backend = "torch") -> tuple[Tensor, Tensor]:
     """Return rows in 8 bits, [rows, inputs] float8_e4m3fn in the order of EightBitWeight, and scales [rows, 1] float32.
 
     x: [rows, inputs]. A row's scale takes its largest number to the largest of e4m3.
@@ -79,7 +79,7 @@ def round_rows(x: Tensor, backend: str = "torch") -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def in_sixteen_bits(weight: GroupedWeight, backend: str = "torch") -> Tensor:
+def in_sixteen_bits(weight: GroupedWeight, backend: Backend = "torch") -> Tensor:
     """Return a weight in the dtype of its results, [outputs, inputs], inputs in order."""
     if backend == "torch":
         return weight.in_order().to(weight.dtype)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _SIZES = 16, 64, 128  # rows of a tile
 # Rows of a program: few, so that a step's rows go to several programs; of prompts more, so that there are fewer counts.
@@ -57,7 +57,7 @@ def count_tiles(pairs: int, experts: int, size: int) -> int:
     return begun + (pairs - begun) // size
 
 
-def choose_experts(logits: Tensor, chosen: int, renormed: bool, backend: str = "torch") -> Choice:
+def choose_experts(logits: Tensor, chosen: int, renormed: bool, backend: Backend = "torch") -> Choice:
     """Return each row's likeliest experts, and their weights by a softmax over all experts.
 
     logits: [rows, experts], or [parts, rows, experts] to be summed. renormed: whether a row's weights are scaled to a
@@ -89,7 +89,7 @@ def choose_experts(logits: Tensor, chosen: int, renormed: bool, backend: str = "
     return choice
 
 
-def plan_tiles(choice: Choice, experts: int, size: int, backend: str = "torch") -> Tiles:
+def plan_tiles(choice: Choice, experts: int, size: int, backend: Backend = "torch") -> Tiles:
     """Return the tiles of at most `size` pairs. Launches only. Triton takes what its `choose_experts` has returned."""
     pairs, device = choice.ids.numel(), choice.ids.device
     most = count_tiles(pairs, experts, size)

@@ -11,6 +11,7 @@ device; `weights` turns what the kernel leaves into the softmax weights of block
 
 from torch import Tensor
 
+from specahead.kernels.backends import Backend
 from specahead.kernels.paged_attention.inputs import VARIANCE_LIMIT, Batch, BlockLists, GroupMeans, check_batch
 from specahead.kernels.paged_attention.launch import attend_in_triton, takes_heads
 from specahead.kernels.paged_attention.reference import (
@@ -51,7 +52,7 @@ def paged_attention(
     batch: Batch,
     blocks: BlockLists | None = None,
     means: GroupMeans | None = None,
-    backend: str = "torch",
+    backend: Backend = "torch",
     work: Work | None = None,
 ) -> Tensor:
     """Attend, and return [tokens, heads, head_dim]; zeros for a query that sees nothing.
@@ -70,7 +71,7 @@ def paged_attention_with_read_weights(
     batch: Batch,
     blocks: BlockLists,
     means: GroupMeans | None = None,
-    backend: str = "torch",
+    backend: Backend = "torch",
     work: Work | None = None,
     weights_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +96,7 @@ def paged_attention_remembering(
     memory: Tensor,
     places: Tensor,
     decay: float,
-    backend: str = "torch",
+    backend: Backend = "torch",
     work: Work | None = None,
 ) -> Tensor:
     """Attend densely, and remember how much softmax weight each block got, in place.

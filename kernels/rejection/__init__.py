@@ -10,6 +10,7 @@ tokens. `race` draws tokens so that target and draft mostly draw the same.
 
 from torch import Tensor
 
+from specahead.kernels.backends import Backend
 from specahead.kernels.rejection.drawing import draw_own_in_triton, judge_sampled_in_triton
 from specahead.kernels.rejection.positions import judge_greedy_in_triton
 from specahead.kernels.rejection.race import race
@@ -38,7 +39,7 @@ __all__ = [
 
 
 def judge_greedy(
-    logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor, backend: str = "torch"
+    logits: Tensor, draft_tokens: Tensor, draft_counts: Tensor, backend: Backend = "torch"
 ) -> tuple[Tensor, Tensor]:
     """Judge by `accept_greedy` with the likeliest tokens; ties go to the lower index.
 
@@ -52,7 +53,7 @@ def judge_greedy(
     return judge(logits, draft_tokens, draft_counts)
 
 
-def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") -> tuple[Tensor, Tensor]:
+def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: Backend = "torch") -> tuple[Tensor, Tensor]:
     """Judge by `accept_sampled` against the target's truncated distributions, by `accept_greedy` at temperature 0.
 
     logits: as for `judge_greedy`
@@ -69,7 +70,9 @@ def judge_sampled(logits: Tensor, drafted: DraftedRows, backend: str = "torch") 
     return judge(logits, drafted)
 
 
-def draw_own(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor, backend: str = "torch") -> Tensor:
+def draw_own(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor, backend: Backend = "torch"
+) -> Tensor:
     """Draw a token of each row's truncated distribution by `race`; the likeliest one at temperature 0.
 
     logits: [rows, vocab] float32, bfloat16 or float16, contiguous. temperature, top_p: [rows] float32

@@ -11,7 +11,7 @@ has it.
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _TINY = 2.0**-10  # below it the series of -log(1 - v) is exact in float32
 _LAST = 1 - 2.0**-24  # so that every token arrives
@@ -29,7 +29,7 @@ def arrivals(uniforms: Tensor, ids: Tensor) -> Tensor:
     return torch.where(v < _TINY, v + v * v * (0.5 + v / 3), -torch.log(1 - v))
 
 
-def race(probs: Tensor, ids: Tensor, uniforms: Tensor, backend: str = "torch") -> Tensor:
+def race(probs: Tensor, ids: Tensor, uniforms: Tensor, backend: Backend = "torch") -> Tensor:
     """Return the column of the first token to arrive, int64 [rows]; never one of probability 0 if another has more.
 
     probs: [rows, n] float32, not negative, of any sum; ids: [rows, n] int64, the tokens, for torch also [1, n]; both

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
 from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, pages_at, pages_of_blocks
 
 
-def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch", absent: int = -1) -> Tensor:
+def find_block_lines(
+    tables: ResidencyTables, listed: ListedBlocks, backend: Backend = "torch", absent: int = -1
+) -> Tensor:
     """Return the lines of the pages of listed blocks, `absent` for a page in no line; changes nothing.
 
     Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines after a count are undefined.
@@ -22,7 +24,7 @@ def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str
     return lines
 
 
-def count_missing_blocks(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch") -> Tensor:
+def count_missing_blocks(tables: ResidencyTables, listed: ListedBlocks, backend: Backend = "torch") -> Tensor:
     """Count the listed blocks of each sequence, over all rows and heads, that have a page in no line; change nothing.
 
     Returns [sequences] int32.

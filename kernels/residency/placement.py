@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.residency import sizes
 from specahead.kernels.residency.tables import ResidencyTables
 
 
 def pin_gpu_pages(
-    tables: ResidencyTables, pages: Tensor, gpu_pages: Tensor, round: Tensor, kv_heads: int, backend: str = "torch"
+    tables: ResidencyTables, pages: Tensor, gpu_pages: Tensor, round: Tensor, kv_heads: int, backend: Backend = "torch"
 ) -> None:
     """Let pages that `round` writes lie in given GPU pages, every head in every row. They are dirty, without bit.
 
@@ -38,7 +38,7 @@ def pin_gpu_pages(
         _pin_kernel[(tables.rows,)](tables, pages.contiguous(), gpu_pages.contiguous(), round, **how)
 
 
-def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
+def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: Backend = "torch") -> None:
     """Take note that pages have been stored, every head in every row: they are clean, and the clock may take them.
 
     pages: [n] int32. A page in no line is passed over. Pages that were written or freed after the copy began must not
@@ -47,7 +47,7 @@ def mark_stored(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: 
     _settle(tables, pages, kv_heads, backend, drop=False)
 
 
-def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str = "torch") -> None:
+def drop_pages(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: Backend = "torch") -> None:
     """Forget pages that were freed, dirty or not, every head in every row: their lines are free, without bit.
 
     The lines keep their stamps: a round in flight may still read them, or a copy into them be on its way, so they are
@@ -69,7 +69,7 @@ def _free_lines(tables: ResidencyTables, row: int, lines: Tensor) -> None:
     tables.dirty[row, lines] = 0
 
 
-def _settle(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: str, drop: bool) -> None:
+def _settle(tables: ResidencyTables, pages: Tensor, kv_heads: int, backend: Backend, drop: bool) -> None:
     """Make the lines of pages that are cached clean or, with `drop`, free."""
     if backend == "torch":
         listed = _of_heads(pages[(pages >= 0) & (pages < tables.pages // kv_heads)], kv_heads)

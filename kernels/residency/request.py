@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specahead.kernels.backends import Backend
 from specahead.kernels.residency.request_kernels import launch_request
 from specahead.kernels.residency.tables import (
     ListedBlocks,
@@ -13,7 +14,9 @@ from specahead.kernels.residency.tables import (
 )
 
 
-def request_blocks(tables: ResidencyTables, listed: ListedBlocks, round: Tensor, backend: str = "torch") -> Transfers:
+def request_blocks(
+    tables: ResidencyTables, listed: ListedBlocks, round: Tensor, backend: Backend = "torch"
+) -> Transfers:
     """Give the pages of listed blocks lines for `round`, as far as there are lines; return the copies that this takes.
 
     round: [1] int32, not below that of any call before. The lines that it needs are no victims.

@@ -8,7 +8,7 @@ registers, `over_rows` takes groups of millions of entries. Both search for a th
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend
+from specahead.kernels.backends import Backend
 from specahead.kernels.selection.announced import score_announced, unpack_bits
 from specahead.kernels.selection.each_row import CHUNK, select_in_each_row
 from specahead.kernels.selection.memory import WORD, Remembered, remember_weights, score_blocks
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def select_top_k(
-    weights: Tensor, valid: Tensor, k: Tensor, backend: str = "torch", width: int | None = None
+    weights: Tensor, valid: Tensor, k: Tensor, backend: Backend = "torch", width: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select the `k` heaviest entries of each row among its first `valid` ones. Ties go to the lower index.
 
@@ -48,7 +48,6 @@ def select_top_k(
     Returns ascending lists [rows, width] int32 and counts [rows] int32; entries after a count are undefined.
     Raises ValueError for weights that the backend does not take.
     """
-    check_backend("select_top_k", backend)
     if backend == "triton":
         width = weights.shape[1] if width is None else width
         if weights.shape[1] <= CHUNK:
@@ -57,7 +56,7 @@ def select_top_k(
 
 
 def select_over_rows(
-    scores: Tensor, counts: Tensor, forced: Tensor | None = None, backend: str = "torch", inner: int = 0
+    scores: Tensor, counts: Tensor, forced: Tensor | None = None, backend: Backend = "torch", inner: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Select the `counts` highest positive scores of each group, over all its rows, and all forced entries.
 
@@ -69,7 +68,6 @@ def select_over_rows(
     Returns ascending lists [groups, rows, n] int32 and their counts [groups, rows] int32; entries after a count are
     undefined.
     """
-    check_backend("select_over_rows", backend)
     if backend == "triton" and scores.numel():
         scores = scores.contiguous()
         return write_lists(scores, forced, find_thresholds(scores, counts), inner)
@@ -82,9 +80,8 @@ def select_over_rows(
     return order, chosen.sum(-1, dtype=torch.int32)
 
 
-def mark_over_rows(scores: Tensor, counts: Tensor, backend: str = "torch") -> Tensor:
+def mark_over_rows(scores: Tensor, counts: Tensor, backend: Backend = "torch") -> Tensor:
     """Return what `select_over_rows` selects as bits, the lowest first: [groups, rows, ceil(n / 64)] int64."""
-    check_backend("mark_over_rows", backend)
     if backend == "triton" and scores.numel():
         scores = scores.contiguous()
         return write_bits(scores, find_thresholds(scores, counts), -(-scores.shape[2] // WORD))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, follow, jit, overlapping_launch, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, tl
 from specahead.kernels.selection.memory import WORD
 
 _CHUNK = 512  # blocks that a program scores
@@ -16,7 +16,7 @@ def score_announced(
     before: Tensor,
     limits: Tensor,
     stickiness: float,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> Tensor:
     """Return the score of each block in each row: [sequences, rows, blocks] float32.
 
@@ -27,7 +27,6 @@ def score_announced(
     before: [sequences, rows, words] int64, a bit a block, the lowest first: blocks that were announced before
     limits: [at least 2, sequences] int32, the first block that counts, and the one after the last that counts
     """
-    check_backend("score_announced", backend)
     (sequences, of_all, blocks), (rows, width) = evidence.shape, heads.shape
     if backend == "torch":
         projection = evidence.new_zeros(rows, of_all).scatter_add_(1, heads.long(), weights)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import check_backend, jit, tl
+from specahead.kernels.backends import Backend, jit, tl
 
 WORD = 64  # bits
 _CHUNK = 1024  # blocks that a program takes at once
@@ -32,7 +32,7 @@ def score_blocks(
     words: Tensor,
     limits: tuple[Tensor, Tensor, Tensor],
     room: Tensor,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which blocks are read whatever they score, the scores of the others, and the room that is left for these.
 
@@ -44,7 +44,6 @@ def score_blocks(
     Returns forced [groups, rows, n] uint8; scores [groups, rows, n] float32, 0 where forced and from `blocks` on; and
     [groups] int32, `room` less the forced blocks between `first` and `last`, negative where there are more.
     """
-    check_backend("score_blocks", backend)
     first, last, blocks = limits
     groups, (rows, n), device = len(room), memory.weights.shape[1:], room.device
     if backend == "torch":
@@ -85,7 +84,7 @@ def remember_weights(
     weights: Tensor,
     blocks: Tensor,
     decay: float,
-    backend: str = "torch",
+    backend: Backend = "torch",
 ) -> None:
     """Fade the memory by `decay` and raise it to the weights that were read, in place; 0 from `blocks` on.
 
@@ -93,7 +92,6 @@ def remember_weights(
     lists: [outer, groups, inner, width] int32 blocks, where rows are outer * inner; counts: [outer, groups, inner]
     int32; weights: as lists, float32; blocks: [groups] int32
     """
-    check_backend("remember_weights", backend)
     into, places = memory
     groups, (rows, n) = len(places), into.shape[1:]
     inner, width = lists.shape[2:]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specahead.kernels.backends import Backend, check_backend, follow, jit, overlapping_launch, power_of_two, tl
+from specahead.kernels.backends import Backend, follow, jit, overlapping_launch, power_of_two, tl
 
 _CHUNK = 4096  # entries of a program of the first launch
 
@@ -14,7 +14,6 @@ def top_few(values: Tensor, count: int, backend: Backend = "torch") -> Tensor:
     values: [rows, entries], contiguous, of a float dtype. Of equal entries the first one comes first, as in
     torch.argmax. In a row with NaN the result may be any columns. Raises ValueError for a count beyond the entries.
     """
-    check_backend("top_few", backend)
     rows, entries = values.shape
     if not 0 < count <= entries:
         raise ValueError(f"the {count} largest of {entries} entries: give at least 1, at most the entries")
