@@ -11,10 +11,12 @@ from specahead.lab.benchmarks.offload_steps import SETTLED
 
 
 @pytest.mark.long
-def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_the_rehearsal(kv_cache_dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     sizes = ["--contexts", "512", "--batches", "2", "--hot", "0.5", "--passes", "1", "--shares", "0.1", "0.0625"]
-    main(["bench", "offload", "--shape", "tiny", *sizes, "--json", str(file)])
+    how = "--kv-cache-dtype", kv_cache_dtype
+    main(["bench", "offload", "--shape", "tiny", *sizes, *how, "--json", str(file)])
     content = json.loads(file.read_text())
     ways = [way for way in ("resident", "in step", "on demand") for _ in range(2)]
     assert [(row["way"], row["share"]) for row in content["rows"]] == [
@@ -22,7 +24,7 @@ def test_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
     in_step, on_demand = content["rows"][2:6:2]
     assert 0 < in_step["pages_fetched"] < in_step["pages_read"]
-    number = 2 if torch.cuda.is_available() else 4  # bytes
+    number = 1 if kv_cache_dtype == "fp8" else 2 if torch.cuda.is_available() else 4  # bytes
     assert in_step["bytes_fetched"] == pytest.approx(in_step["pages_fetched"] * 2 * 16 * 16 * number)
     for name in ("pages_read", "pages_fetched", "pages_refused"):
         assert in_step[name] == on_demand[name]

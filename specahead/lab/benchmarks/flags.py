@@ -91,6 +91,7 @@ def add_ranks_flags(parser: argparse.ArgumentParser) -> None:
 def add_offload_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench offload` takes."""
     parser.add_argument("--shape", default="8b", metavar="NAME", help=SHAPES_HELP)
+    _add_quantization(parser, HELD)
     _add_cases(parser)
     parser.add_argument(
         "--shares", type=float, nargs="+", metavar="X", default=[0.1], help="of the pages that a step selects"

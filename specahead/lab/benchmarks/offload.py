@@ -124,7 +124,7 @@ class Bench:
         longest = max(case.context for case in cases) + QUERIES
         self.store: Store = make_store(largest, device)
         self.link = link_rate(self.store, device)
-        self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype)
+        self.decoder = random_decoder(largest.shape, longest, device.type, largest.dtype, flags.quantization)
 
     def rows(self, case: Case) -> Iterator[OffloadRow]:
         """Yield the rows of a case. The resident ones come first, and give their memory back before there are tiers."""
@@ -204,7 +204,7 @@ def choose_cases(flags: argparse.Namespace, shape: Shape, dtype: torch.dtype) ->
     cases = []
     for context in flags.contexts:
         for batch in flags.batches:
-            case = Case(shape, batch, context, QUERIES, dtype)
+            case = Case(shape, batch, context, QUERIES, dtype, flags.kv_cache_dtype)
             needed = store_bytes(case)
             if needed <= room:
                 cases.append(case)

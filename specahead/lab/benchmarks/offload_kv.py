@@ -10,6 +10,7 @@ from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV
 from specahead.engine.kv.tier_memory import PROGRAMS, Pages
 from specahead.engine.kv.tiered import TieredKV
 from specahead.kernels.kv_gather import LayerCopies, gather_blocks
+from specahead.kernels.kv_scales import KVScales
 
 
 @dataclass
@@ -42,10 +43,14 @@ class FilledTieredKV(TieredKV):
         dtype: torch.dtype,
         device: torch.device,
         store: list[Pages],
+        scales: KVScales | None = None,
     ) -> None:
-        """sizes: layers, KV heads, dimensions of a head. Raises ValueError for a store of other sizes."""
+        """sizes: layers, KV heads, dimensions of a head. scales: as for KVCache.
+
+        Raises ValueError for a store of other sizes.
+        """
         self._filled = store
-        super().__init__(*sizes, gpu_pages, pages, PAGE_SIZE, dtype, device)
+        super().__init__(*sizes, gpu_pages, pages, PAGE_SIZE, dtype, device, scales=scales)
 
     def _make_store(self, layers: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pages]:
         if any(part.shape != shape for pair in self._filled for part in pair):

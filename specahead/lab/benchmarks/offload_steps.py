@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specahead.config.speculation import KVCacheDtype
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.host_memory import host_zeros
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, pages_for
@@ -27,10 +28,11 @@ from specahead.engine.steps.layout import lay_out_pass
 from specahead.engine.steps.reads import PagedModel
 from specahead.engine.steps.shapes import JudgeShape, PassShape, ReadShape
 from specahead.kernels.backends import default_backend, power_of_two
+from specahead.kernels.kv_scales import EIGHT_BITS, KVScales, as_bytes
 from specahead.kernels.selection import WORD
 from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from specahead.lab.benchmarks.offload_kv import FilledTieredKV
-from specahead.lab.benchmarks.shapes import GROUP, Shape
+from specahead.lab.benchmarks.shapes import GROUP, Shape, random_scales
 
 IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and the share of weights kept from pass to pass
@@ -51,6 +53,12 @@ class Case:
     context: int
     queries: int
     dtype: torch.dtype
+    kv_cache_dtype: KVCacheDtype = "auto"
+
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype of KV."""
+        return EIGHT_BITS if self.kv_cache_dtype == "fp8" else self.dtype
 
     @property
     def rows(self) -> int:
@@ -68,7 +76,7 @@ class Case:
     @property
     def page_bytes(self) -> int:
         """Keys and values of one KV head."""
-        return 2 * PAGE_SIZE * self.shape.head_dim * self.dtype.itemsize
+        return 2 * PAGE_SIZE * self.shape.head_dim * self.held.itemsize
 
     @property
     def layer_bytes(self) -> int:
@@ -88,9 +96,9 @@ def make_store(case: Case, device: torch.device) -> Store:
     shape = case.pages, case.shape.num_key_value_heads, PAGE_SIZE, case.shape.head_dim
 
     def side() -> list[Tensor]:
-        made = [host_zeros(shape, case.dtype, device) for _ in range(STORED_LAYERS)]
+        made = [host_zeros(shape, case.held, device) for _ in range(STORED_LAYERS)]
         for part in made:
-            part.copy_(torch.randn(shape, dtype=case.dtype, device=device))
+            as_bytes(part).copy_(as_bytes(torch.randn(shape, dtype=case.dtype, device=device).to(case.held)))
         return [made[layer % STORED_LAYERS] for layer in range(case.shape.num_hidden_layers)]
 
     return side(), side()
@@ -112,13 +120,18 @@ def resident_kv(case: Case, store: Store, device: torch.device) -> KVCache:
     """Return resident KV with the contents of the store. Both kinds of KV give out full pages sequence by sequence."""
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-    kv = KVCache(*of_model, case.pages, case.dtype, device)
+    kv = KVCache(*of_model, case.pages, case.dtype, device, scales=_scales(case, device))
     full = case.context // PAGE_SIZE
     end = case.batch * full
     for parts, far in zip((kv.k_pages, kv.v_pages), store, strict=True):
         for part, layer in zip(parts, far, strict=True):
-            part[:end].copy_(layer[:end])
+            as_bytes(part)[:end].copy_(as_bytes(layer)[:end].view(end, *part.shape[1:]))
     return kv
+
+
+def _scales(case: Case, device: torch.device) -> KVScales | None:
+    torch.manual_seed(0)  # both kinds of KV have the same
+    return random_scales(case.shape, device) if case.kv_cache_dtype == "fp8" else None
 
 
 def tiered_kv(case: Case, hot: float, store: Store, device: torch.device) -> FilledTieredKV:
@@ -126,7 +139,7 @@ def tiered_kv(case: Case, hot: float, store: Store, device: torch.device) -> Fil
     shape = case.shape
     of_model = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
     stored = [(keys[: case.pages], values[: case.pages]) for keys, values in zip(*store, strict=True)]
-    return FilledTieredKV(of_model, case.frames(hot), case.pages, case.dtype, device, stored)
+    return FilledTieredKV(of_model, case.frames(hot), case.pages, case.dtype, device, stored, _scales(case, device))
 
 
 def open_sequences(kv: KVCache, case: Case) -> list[SequenceKV]:
