@@ -64,11 +64,7 @@ def test_a_router_that_follows_the_reports_knows_what_a_pool_of_pages_finds(
             pool.release(open_ones.pop(place).pages[::-1])
             continue
         sequence = open_ones[place] = SequenceKV()
-        while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens) and (
-            found := pool.match(next_prefix(sequence, tokens))
-        ):
-            sequence.pages.append(found[0])
-            sequence.serials.append(found[1])
+        sequence.pages, sequence.serials = pool.match(blocks_of(tokens))
         try:
             sequence.pages += pool.allocate(len(tokens) // PAGE_SIZE - sequence.indexed)
         except OutOfPages:
@@ -100,12 +96,9 @@ def report(pool: PagePool, changed: set[int], target: TargetView) -> None:
 
 
 def _found(pool: PagePool, tokens: list[int]) -> int:
-    sequence = SequenceKV()
-    while (sequence.indexed + 1) * PAGE_SIZE <= len(tokens) and (found := pool.match(next_prefix(sequence, tokens))):
-        sequence.pages.append(found[0])
-        sequence.serials.append(found[1])
-    pool.release(sequence.pages[::-1])
-    return sequence.indexed * PAGE_SIZE
+    pages, _ = pool.match(blocks_of(tokens))
+    pool.release(pages[::-1])
+    return len(pages) * PAGE_SIZE
 
 
 # What is known of a target.

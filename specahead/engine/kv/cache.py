@@ -304,12 +304,7 @@ class KVCache:
 
     def reuse_prefix(self, sequence: SequenceKV, tokens: list[int]) -> int:
         """Give an empty sequence the indexed pages of a prefix of `tokens`; return how many tokens they cover."""
-        for block in blocks_of(tokens):
-            found = self.pool.match((sequence.serial, block))
-            if found is None:
-                break
-            sequence.pages.append(found[0])
-            sequence.serials.append(found[1])
+        sequence.pages, sequence.serials = self.pool.match(blocks_of(tokens))
         sequence.length = sequence.indexed * PAGE_SIZE
         return sequence.length
 

@@ -12,6 +12,7 @@ A page is writable by the one sequence that allocated it; a page in the prefix i
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from specahead.engine.kv.pages import OutOfPages
 from specahead.engine.kv.prefix_index import Prefix, PrefixIndex
@@ -71,14 +72,16 @@ class PagePool:
                 else:
                     self._give_back(page)
 
-    def match(self, prefix: Prefix) -> tuple[int, int] | None:
-        """Return the page that holds `prefix`, with one more reference, and its serial; None if no page does."""
-        page = self.prefixes.page_of(prefix)
-        if page is None:
-            return None
-        self._reusable.pop(page, None)
-        self.references[page] += 1
-        return page, self.prefixes.serial_of(page)
+    def match(self, blocks: Iterable[bytes]) -> tuple[list[int], list[int]]:
+        """Return the pages of the longest prefix that is indexed of a text with these pages' tokens, each with one more
+        reference, and their serials.
+        """
+        pages, serials = self.prefixes.longest(blocks)
+        for page in pages:
+            if not self.references[page]:
+                del self._reusable[page]
+            self.references[page] += 1
+        return pages, serials
 
     def index(self, page: int, prefix: Prefix) -> int:
         """Let later sequences reuse a full, held page; the first page indexed for a prefix stays.

@@ -6,7 +6,7 @@ each other by hashes which prefixes they hold, and these are hints only.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from hashlib import blake2b
 
 from specahead.engine.kv.pages import PAGE_SIZE
@@ -62,6 +62,22 @@ class PrefixIndex:
     def page_of(self, prefix: Prefix) -> int | None:
         """Return the page that holds the prefix, or None."""
         return self._page_of.get(prefix)
+
+    def longest(self, blocks: Iterable[bytes]) -> tuple[list[int], list[int]]:
+        """Return the pages of the longest prefix that is indexed of a text with these pages' tokens, and their serials.
+
+        A long prompt has thousands of pages, and the device may have nothing to do meanwhile: hence no call for each.
+        """
+        pages, serials, serial = list[int](), list[int](), 0
+        page_of, serial_of = self._page_of, self._serial_of
+        for block in blocks:
+            page = page_of.get((serial, block))
+            if page is None:
+                break
+            serial = serial_of[page]
+            pages.append(page)
+            serials.append(serial)
+        return pages, serials
 
     def serial_of(self, page: int) -> int:
         """Return the serial of a page that is in the index."""
