@@ -72,7 +72,7 @@ class Pacing:
         if session.screening is not None:
             session.screening.most = self.policy.plan.held
         if not session.pace.acceptance.chances:
-            session.pace.acceptance = self.policy.new_acceptance()
+            session.pace.acceptance = self.policy.begin_session()
             session.pace.next_round = self.policy.plan_of(session.pace, len(session.tokens), session.announces)
 
     def note_draft_reading(self, parts: Iterable[tuple[int, float]]) -> None:

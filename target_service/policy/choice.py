@@ -85,7 +85,6 @@ class Policy:
         self.gains = Gains(assumed if prior is None else prior, max(1, *options.gammas, 1), alternatives)
         self._trials = Trials(self.gains, counters)
         self._present = options.plans(Load(0, 0))[-1]
-        self._sessions = 1  # that generate
         self._usual: tuple[float, ...] | None = None  # sessions, tokens, skippable tokens of a step
         self._since = 0  # rounds since the last choice
         self._chosen = 0.0  # when the last step was committed before it
@@ -99,8 +98,11 @@ class Policy:
 
     # Sessions.
 
-    def new_acceptance(self) -> Acceptance:
-        """Return the acceptance of a session that begins: that of all sessions, as a prior."""
+    def begin_session(self) -> Acceptance:
+        """Take note that a session begins, for which `choose` was called before; return its acceptance: that of all
+        sessions, as a prior.
+        """
+        self.gains.begin_session()
         acceptance = self.gains.acceptance
         return acceptance.copy(SESSION_PRIOR if acceptance.judged[0] else 0)
 
@@ -119,7 +121,7 @@ class Policy:
         accepted: proposed tokens, without an alternative. left_out: the last proposed tokens, which were not judged.
         """
         pace.acceptance.note(proposed, accepted, left_out)
-        self.gains.note_round(proposed, accepted, left_out, self._sessions)
+        self.gains.note_round(proposed, accepted, left_out)
 
     def pause_if_useless(self, pace: Pace, proposed: int, committed: int, cost: float = 0.0) -> None:
         """Have a session pause if its own proposals are hardly ever accepted.
@@ -162,7 +164,7 @@ class Policy:
 
     def choose(self, load: Load) -> None:
         """Choose the plan of most tokens a second under a load, or one to try."""
-        self._since, self._sessions = 0, max(1, load.sessions)
+        self._since, self.gains.sessions = 0, max(1, load.sessions)
         at = self.costs.at(load)
         rates = self.gains.rates(self.options.plans(load), at)
         best = max(rates, key=rates.__getitem__)

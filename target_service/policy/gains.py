@@ -10,30 +10,42 @@ from target_service.policy.reading import DraftReading
 
 ALTERNATIVES_PRIOR = 6  # rejected tokens that the prior of their alternatives counts as
 POOLED_NEWEST, POOLED_ROUNDS = 1 / 128, 32  # weight of a round in the acceptance of all, for one session and for many
+LOOKED_UP_NEWEST, LOOKED_UP_ROUNDS = 1 / 32, 8  # the same in what prompt lookup alone would bring
+USUAL_NEWEST = 1 / 512  # weight of a round in what lookup usually brings
 HELD_NEWEST, HELD_PRIOR = 1 / 512, 16  # weight of a judged held token; the number of them that the prior counts as
 RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts as when proposing is tried again
 
 
 class Gains:
-    """What the rounds of all sessions have shown, and the tokens a second that plans are expected to bring by it."""
+    """What the rounds of all sessions have shown, and the tokens a second that plans are expected to bring by it.
+
+    Texts differ by much in how often they repeat themselves. So the last rounds decide what prompt lookup would bring,
+    and a session that begins brings that nearer to what it usually brings: its own text has not shown it yet.
+    """
 
     def __init__(self, prior: float, positions: int, alternatives: Callable[[int], int]) -> None:
         """prior: the chance of a proposed token to be accepted, the same at all positions. positions: their number.
         alternatives: returns how many alternatives may run beside γ tokens.
         """
+        self.sessions = 1  # that generate now
         self.acceptance = Acceptance([prior] * positions)
         self.held = Acceptance([OF_HELD], HELD_NEWEST, HELD_PRIOR)
         self.reading = DraftReading()  # of prompts, by a draft on the same device; a draft elsewhere leaves it empty
         # Of what prompt lookup finds where the text does not copy at length: lookup comes first there in any case.
-        self.looked_up = LookedUp()
+        self.looked_up, self._usually_looked_up = LookedUp(), LookedUp()
         self._copying, self._tokens_between = 0.0, 1.0  # share of such rounds, tokens of a round of the others
         self._alternatives = alternatives
         # Of alternatives to rejected tokens.
         self._right = Acceptance([0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR)
 
-    def note_round(self, proposed: int, accepted: int, left_out: int, sessions: int) -> None:
-        """Take note of a round with proposals. left_out: as in Acceptance.note. sessions: that generate now."""
-        self.acceptance.note(proposed, accepted, left_out, min(POOLED_NEWEST, 1 / (POOLED_ROUNDS * sessions)))
+    def begin_session(self) -> None:
+        """Expect of one of the sessions that generate now what lookup usually brings."""
+        self.looked_up.approach(self._usually_looked_up, 1 / self.sessions)
+
+    def note_round(self, proposed: int, accepted: int, left_out: int) -> None:
+        """Take note of a round with proposals. left_out: as in Acceptance.note."""
+        newest = min(POOLED_NEWEST, 1 / (POOLED_ROUNDS * self.sessions))
+        self.acceptance.note(proposed, accepted, left_out, newest)
 
     def note_lookup(self, judged: Judged, copies: bool, tokens: int) -> None:
         """Take note of what prompt lookup had found for a round that brought so many tokens. copies: whether it was
@@ -42,7 +54,8 @@ class Gains:
         self._copying += POOLED_NEWEST * (copies - self._copying)
         if not copies:
             self._tokens_between += POOLED_NEWEST * (tokens - self._tokens_between)
-            self.looked_up.note(judged)
+            self.looked_up.note(judged, min(LOOKED_UP_NEWEST, 1 / (LOOKED_UP_ROUNDS * self.sessions)))
+            self._usually_looked_up.note(judged, USUAL_NEWEST)
 
     def note_alternative(self, gamma: int, accepted: int, right: bool) -> None:
         """Take note of a round that rejected a proposed token: whether an alternative to it was accepted."""

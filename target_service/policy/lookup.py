@@ -21,7 +21,7 @@ PLACES = 16  # where the last tokens occurred that are compared, at most, the la
 _TOKEN_BITS = 21  # of a token id within the key of an n-gram, so that keys are int64
 NEWEST = 1 / 16  # weight of the newest round of a session in the share of what is found that is right
 NEWEST_TOKEN = 1 / 64  # weight of the newest token that follows a right one
-NEWEST_OF_ALL = 1 / 128  # weight of the newest round of all sessions in what lookup alone would bring
+PRIOR_ROUNDS = 16  # that what lookup alone would bring counts as before any round
 LEAST_RIGHT = 0.06  # of what is found: below it the rows of a step that judge it cost more
 MANY = 512  # tokens that are indexed at once by array operations, at least
 MOST_AT_ONCE = 1 << 21  # and at most: places within the sorted array are smaller
@@ -157,13 +157,21 @@ class LookedUp:
     """Tokens of such a round, the target's own included: a mean in which older rounds fade."""
     goes_on: float = 0.5
     """How often a right token is followed by another right one."""
+    rounds: int = PRIOR_ROUNDS
+    """How many rounds these figures are of, those that were assumed included."""
 
-    def note(self, judged: Judged) -> None:
-        """Take note of a round. What it did not reach counts as it is expected."""
+    def note(self, judged: Judged, newest: float) -> None:
+        """Take note of a round. What it did not reach counts as it is expected. newest: the least weight of a round."""
         for goes_on in [True] * (judged.right - 1) + [False] * (judged.wrong and judged.right > 0):
             self.goes_on += NEWEST_TOKEN * (goes_on - self.goes_on)
         unreached = sum(self.goes_on**n for n in range(1, judged.more + 1))
-        self.tokens += NEWEST_OF_ALL * (1 + judged.right + unreached - self.tokens)
+        self.rounds += 1
+        self.tokens += max(newest, 1 / self.rounds) * (1 + judged.right + unreached - self.tokens)
+
+    def approach(self, other: "LookedUp", share: float) -> None:
+        """Move the figures by a share of their distance to others."""
+        self.tokens += share * (other.tokens - self.tokens)
+        self.goes_on += share * (other.goes_on - self.goes_on)
 
 
 @dataclass

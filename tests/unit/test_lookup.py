@@ -135,7 +135,7 @@ def test_what_lookup_alone_would_bring_is_known_though_rounds_end_before_it(
         while right < 15 and rng.random() < (next_one if right else first):
             right += 1
         known = min(right, reached)
-        looked_up.note(Judged(known, right < min(15, reached), 15 - known if right >= reached else 0))
+        looked_up.note(Judged(known, right < min(15, reached), 15 - known if right >= reached else 0), 1 / 128)
         seen += [looked_up.tokens] * (i >= 1000)
     wanted = 1 + first * sum(next_one**i for i in range(15))
     assert sum(seen) / len(seen) == pytest.approx(wanted, abs=0.45)
