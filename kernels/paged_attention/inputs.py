@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specahead.kernels.kv_scales import EIGHT_BITS, KVScales
@@ -25,6 +26,12 @@ class BlockLists:
     counts: Tensor
     block_size: int
     slots: Tensor | None = None
+
+    def as_mask(self, blocks: int) -> Tensor:
+        """Return which of a sequence's first `blocks` blocks are listed, [sequences, kv_heads, blocks] bool."""
+        listed = torch.arange(self.lists.shape[2], device=self.lists.device) < self.counts[..., None]
+        mask = torch.zeros(*self.counts.shape, blocks + 1, dtype=torch.bool, device=self.lists.device)
+        return mask.scatter_(2, self.lists.where(listed, blocks).long().clamp(max=blocks), True)[..., :blocks]
 
 
 @dataclass(frozen=True)

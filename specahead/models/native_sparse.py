@@ -94,6 +94,7 @@ class NativeSparseAttention(nn.Module):
         self.gates = nn.Linear(hidden, BRANCHES * self.heads)
         self.compress_keys = Compression(rule.block_size, self.dim)
         self.compress_values = Compression(rule.block_size, self.dim)
+        self.selected: Tensor | None = None  # what the runs of the last text selected, as `select_blocks` returns it
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], shared: int, **_: Any
@@ -116,7 +117,9 @@ class NativeSparseAttention(nn.Module):
         back = position[:, None] - position
         selection = back >= 0
         if shared:
-            of_kv_heads = selection_mask(weights.detach(), self.rule, shared)
+            self.selected = select_blocks(weights.detach(), self.rule, shared)
+            of_tokens = self.selected.repeat_interleave(shared, 2)[:, :, :tokens]
+            of_kv_heads = of_tokens.repeat_interleave(self.rule.block_size, 3)[..., :tokens].tril()
             selection = of_kv_heads.repeat_interleave(self.heads // self.kv_heads, 1)
         selected = F.scaled_dot_product_attention(queries, ks, vs, attn_mask=selection, enable_gqa=True)
         near = (back >= 0) & (back < self.rule.window)
@@ -140,11 +143,11 @@ class NativeSparseAttention(nn.Module):
         return output.flatten(1, 2), weights.sum(2)
 
 
-def selection_mask(weights: Tensor, rule: SparseRule, shared: int) -> Tensor:
-    """Return which tokens each query reads, [rows, kv heads, tokens, tokens] bool.
+def select_blocks(weights: Tensor, rule: SparseRule, shared: int) -> Tensor:
+    """Return which blocks the first token of each run selects for the run, [rows, kv heads, runs, blocks] bool.
 
     weights: [rows, kv heads, tokens, full blocks] float32, those that each query gives to compressed keys.
-    shared: tokens of a run, which read the blocks that its first token selects.
+    shared: tokens of a run.
     """
     tokens, size = weights.shape[2], rule.block_size
     scores = F.pad(weights[:, :, ::shared], (0, -(-tokens // size) - weights.shape[-1]))
@@ -153,9 +156,7 @@ def selection_mask(weights: Tensor, rule: SparseRule, shared: int) -> Tensor:
     always = (block < rule.first) | (block > own - rule.local)
     scores = scores.masked_fill(always, torch.inf).masked_fill(block > own, -1.0)
     best = scores.topk(min(rule.top, scores.shape[-1]), -1).indices
-    selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
-    of_queries = selected.repeat_interleave(shared, 2)[:, :, :tokens]
-    return of_queries.repeat_interleave(size, 3)[..., :tokens].tril()
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
 
 
 class NativeSparseLlama(nn.Module):
@@ -171,6 +172,10 @@ class NativeSparseLlama(nn.Module):
         """Return logits [rows, tokens, vocab] for ids [rows, tokens] int64. shared: as for NativeSparseAttention."""
         logits: Tensor = self.llama(ids, shared=shared, use_cache=False).logits
         return logits
+
+    def selected(self) -> list[Tensor]:
+        """Return what the last text's runs selected, for each layer, as `select_blocks` returns it."""
+        return [layer.self_attn.selected for layer in self.llama.model.layers]
 
     @classmethod
     def from_dense(cls, dense: LlamaForCausalLM, rule: SparseRule) -> "NativeSparseLlama":

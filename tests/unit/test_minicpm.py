@@ -32,8 +32,10 @@ from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.requests import RoundSettings
 from specahead.kernels.kv_scales import KVScales, keys_of_pages, keys_to_pages, values_of_pages, values_to_pages
-from specahead.lab.evaluation.shared_choice import COLUMNS, Reader, SharingRow, logits_of, measure
+from specahead.lab.evaluation.shared_choice import COLUMNS, Reader, ReadText, SharingRow, measure, read_choosing
 from specahead.lab.results import text_table
+from specahead.sparsity.announce import announced_rows
+from specahead.sparsity.served_plan import load_served_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAMMA, PROMPT, LENGTH = 3, 300, 340
@@ -246,7 +248,9 @@ def test_logits_of_tokens_that_share_a_choice_equal_the_reference(tiny: Tiny, wa
     """As `specahead evaluate sharing` measures them. They are others than of tokens that choose for themselves."""
     loaded, shared = load_model(tiny.folder, torch.float32, DEVICE), reference(tiny, text(), [*map(first_of, AT)])
     with torch.inference_mode():
-        got = logits_of(loaded, loaded.decoder.block_rule, torch.tensor(text(), device=DEVICE), 4).cpu()
+        reading = read_choosing(loaded, loaded.decoder.block_rule, torch.tensor(text(), device=DEVICE), 4)
+    got, of_choices = reading.logits.cpu(), reading.chosen[SPARSE["dense_len"] // 4 :].sum(1)
+    assert set(of_choices.tolist()) == {2 * 2 * loaded.decoder.block_rule.top}
     assert ((got - shared).abs().amax(1) > 1e-3).float().mean() <= FLIPS
     is_off = (wanted - shared).abs().amax(1) > 0.05
     assert not is_off[: SPARSE["dense_len"]].any() and is_off[SPARSE["dense_len"] :].float().mean() > 0.1
@@ -259,9 +263,12 @@ def first_of(position: int) -> int:
 def test_what_sharing_changes_is_measured_against_a_choice_of_each_token(tiny: Tiny) -> None:
     loaded = load_model(tiny.folder, torch.float32, DEVICE)
     rule = loaded.decoder.block_rule
-    reader = Reader("tiny", partial(logits_of, loaded, rule), rule.dense_below, str(rule), None)
+    reader = Reader("tiny", partial(read_choosing, loaded, rule), rule.dense_below, str(rule), None)
     dense, own, shared = measure([reader], [text(240), text(241)[1:]], [0, 1, 4])
-    assert own == SharingRow("tiny", 1, own.nats, 0, 0, pytest.approx(0, abs=1e-6), 1.0)
+    assert own == SharingRow("tiny", 1, own.nats, 0, 0, pytest.approx(0, abs=1e-6), 1.0, own.churn, own.churn4)
+    assert dense.churn is None and 0 < own.churn4 < own.churn < shared.churn < 0.5
+    choices = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 1, 0]]).bool()
+    assert ReadText(torch.empty(0), choices).churn(0) == [2 / 4, 1 / 4]
     assert shared.increase == pytest.approx(shared.nats - own.nats) and shared.standard_error > 0
     assert dense.variation > 0.001 < shared.variation and len({dense.nats, own.nats, shared.nats}) == 3
     assert text_table(COLUMNS, [dense, own, shared]).splitlines()[3].startswith("tiny   the first of 4")
@@ -473,6 +480,11 @@ def test_it_is_served_over_tiers(tmp_path: Path) -> None:
 def test_settings_that_choose_what_it_reads_are_refused_by_name(tiny: Tiny, given: dict[str, Any], named: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{named} is not built for a model that chooses blocks by itself"):
         LLM(tiny.folder, **{"draft": "none", **given})
+
+
+def test_nothing_is_announced_to_it(tiny: Tiny) -> None:
+    """An announcement has a row for each head that does not choose by itself, and without rows none is taken."""
+    assert announced_rows(load_served_plan("", 0.0, tiny.folder, str(models.DRAFT))) == 0
 
 
 # What is not built.

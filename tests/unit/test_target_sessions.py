@@ -186,6 +186,9 @@ def test_frames_that_no_honest_draft_sends() -> None:
         with pytest.raises(InvalidArgument, match=reason):
             stand.receive(event)
         assert stand.state() == before
+    dense = Stand(m.Exactness.EXACT)
+    with pytest.raises(InvalidArgument, match="takes no announcements"):
+        dense.receive(dense.proposal(selection=encode_selection(stand.selection(stand.base))))
 
 
 def ahead(stand: Stand, base: int, token: int) -> m.Proposal:

@@ -18,6 +18,7 @@ from specahead.engine.steps.alternatives import drafted_logits
 from specahead.engine.steps.inputs import SequenceInput, SequenceOutput
 from specahead.engine.steps.requests import CodedBitmap, DraftedTokens, RoundOutput, RoundRequest, RoundSettings
 from specahead.engine.steps.shapes import PassShape, RoundShape
+from specahead.kernels.paged_attention import BlockLists
 
 _OF_SEQUENCES = "accepted", "following", "blocks_read", "alternative", "drafted"  # results of a pass
 Output = TypeVar("Output")
@@ -156,12 +157,10 @@ def _judge_ends_of_prompts(inputs: list[SequenceInput], outputs: list[SequenceOu
 def _blocks_of(buffers: Buffers, shape: PassShape, kv: KVCache, sequence: int, blocks: int) -> Tensor:
     """Return the blocks that a sequence has read, bool [layers, kv_heads, blocks]. Launches only."""
     lists, counts = (buffers.tensors[name][:, sequence] for name in ("all_lists", "all_counts"))
-    listed = torch.arange(lists.shape[-1], device=lists.device) < counts[..., None]
-    spread = torch.zeros(*counts.shape, blocks + 1, dtype=torch.bool, device=lists.device)
-    spread.scatter_(2, lists.where(listed, blocks).long().clamp(max=blocks), True)
     out = torch.ones(kv.num_layers, kv.all_kv_heads, blocks, dtype=torch.bool, device=lists.device)
-    for layer, of_layer in zip(shape.sparse_layers(kv.num_layers), spread, strict=True):
-        out[layer] = of_layer[:, :blocks]
+    masks = BlockLists(lists, counts, shape.read.block_size).as_mask(blocks)
+    for layer, of_layer in zip(shape.sparse_layers(kv.num_layers), masks, strict=True):
+        out[layer] = of_layer
     return out
 
 

@@ -262,13 +262,20 @@ def count_blocks(sums: VariantSums, reads: list[BlocksRead], block_size: int) ->
         sums.read += count * block_size + summaries
         sums.present += there * block_size
     sums.blocks, sums.rounds, sums.compared = sum(counts), len(counts), sum(counts[1:])
-    number = torch.arange(len(counts), dtype=torch.int32, device=chosen.device)[:, None]
-    never = torch.iinfo(torch.int32).min // 2
-    last_read = number.where(chosen, never).cummax(0).values[:-1]  # before each round but the first
-    for i, window in enumerate(HOT_ROUNDS):
-        hot = last_read >= number[1:] - window
+    for i, hot in enumerate(hot_blocks(chosen)):
         sums.fresh[i] = int((chosen[1:] & ~hot).sum())
         sums.hot[i] = sum((hot.sum(1).float() / torch.tensor(present[1:], device=hot.device)).tolist())
+
+
+def hot_blocks(chosen: Tensor) -> Iterator[Tensor]:
+    """For each number of last rounds in HOT_ROUNDS, yield which blocks these read: [rounds - 1, blocks] bool, for the
+    rounds after the first. chosen: [rounds, blocks] bool, what each round reads.
+    """
+    number = torch.arange(len(chosen), dtype=torch.int32, device=chosen.device)[:, None]
+    never = torch.iinfo(torch.int32).min // 2
+    last_read = number.where(chosen, never).cummax(0).values[:-1]  # before each round but the first
+    for window in HOT_ROUNDS:
+        yield last_read >= number[1:] - window
 
 
 def _run_dense(run: _Run) -> None:

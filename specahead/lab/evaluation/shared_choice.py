@@ -3,10 +3,12 @@
 It repeats MatX's table of cross-entropies by the number of drafted tokens ("Speculative Decoding with Blockwise Sparse
 Attention", 2025) with small models; each text is read once for each number. specahead.models.train_native_sparse makes
 models that are trained to share a choice. A model that does not choose blocks by itself is made to choose by its own
-queries, without training, as in ablation c of the article.
+queries, without training, as in ablation c of the article. Churn says how many blocks of a choice the last ones lack,
+which a target with KV in host memory has to fetch once its layers have chosen.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +29,35 @@ from specahead.engine.sampling.divergence import divergence
 from specahead.engine.steps.reads import CHOOSING_AT_ONCE, PagedModel
 from specahead.kernels.backends import default_backend
 from specahead.kernels.chosen_blocks import BlockRule, plan_choice
+from specahead.kernels.paged_attention import BlockLists
 from specahead.lab.evaluation import verification_intensity
 from specahead.lab.evaluation.cases import perplexity_cases, read_texts
+from specahead.lab.evaluation.rounds import HOT_ROUNDS, hot_blocks
 from specahead.lab.results import Columns, text_table, to_json
-from specahead.models.native_sparse import is_native_sparse, load_native_sparse
+from specahead.models.native_sparse import NativeSparseLlama, is_native_sparse, load_native_sparse
 
 RULE = BlockRule(64, 8, 1, 2, 1024)  # of models that have none: 8 blocks of 64 tokens, where there are more than 1,024
+
+
+@dataclass(frozen=True)
+class ReadText:
+    """A text as a model has read it."""
+
+    logits: Tensor
+    """[tokens, vocab] float32."""
+    chosen: Tensor | None
+    """[choices, layers * kv_heads * blocks] bool, what is read by the tokens that share a choice; None: everything."""
+
+    def churn(self, first: int) -> list[float]:
+        """Return the shares of blocks that the choice before, and the four before, lack, from choice `first` on.
+
+        They are NaN if all is read or if there are fewer than two choices.
+        """
+        if self.chosen is None:
+            return [torch.nan, torch.nan]
+        chosen = self.chosen[first:]
+        hot = dict(zip(HOT_ROUNDS, hot_blocks(chosen), strict=True))
+        return [((chosen[1:] & ~hot[last]).sum() / chosen[1:].sum()).item() for last in (1, 4)]
 
 
 @dataclass(frozen=True)
@@ -40,9 +65,8 @@ class Reader:
     """A model that reads texts whose tokens share choices of blocks."""
 
     name: str
-    logits: Callable[[Tensor, int], Tensor]
-    """Takes a text [tokens] int64 and the number of tokens that share a choice (0: all is read), and returns the logits
-    [tokens, vocab] float32."""
+    read: Callable[[Tensor, int], ReadText]
+    """Takes a text [tokens] int64 and the number of tokens that share a choice (0: all is read)."""
     dense_below: int
     """The first tokens of a text, as many as this, read everything in any case."""
     rule: str
@@ -68,6 +92,11 @@ class SharingRow:
     """Mean total variation from the distributions of the same model when each token chooses for itself."""
     same: float
     """Share of tokens with the same likeliest next token as then."""
+    churn: float | None
+    """Share of the blocks of a choice that are not in the choice before it; None where all is read, or for one choice.
+    """
+    churn4: float | None
+    """Share of them that are in none of the four choices before."""
 
 
 def run(flags: argparse.Namespace) -> None:
@@ -111,7 +140,7 @@ def open_reader(model: str) -> Reader:
     if is_native_sparse(model):
         sparse, tokenizer = load_native_sparse(model, device)
         of_rule = sparse.rule.dense_below, str(sparse.rule)
-        return Reader(name, lambda tokens, shared: sparse(tokens[None], shared)[0], *of_rule, tokenizer)
+        return Reader(name, partial(_read_native, sparse), *of_rule, tokenizer)
     loaded = load_model(model, resolve_dtype("auto", device, model), device)
     if not isinstance(loaded.decoder, Decoder):
         raise NotImplementedError(
@@ -119,7 +148,7 @@ def open_reader(model: str) -> Reader:
             "--enforce-eager"
         )
     rule = loaded.decoder.block_rule or RULE
-    return Reader(name, partial(logits_of, loaded, rule), rule.dense_below, str(rule), load_tokenizer(model))
+    return Reader(name, partial(read_choosing, loaded, rule), rule.dense_below, str(rule), load_tokenizer(model))
 
 
 @torch.inference_mode()
@@ -130,36 +159,43 @@ def measure(readers: Sequence[Reader], texts: Sequence[list[int]], shared: Seque
     shared: the numbers, each 0 (all is read) or a divisor of CHOOSING_AT_ONCE.
     """
     start, device = max(reader.dense_below for reader in readers), default_device()
-    figures = torch.zeros(len(readers), len(shared), len(texts), 3, dtype=torch.float64)
+    figures = torch.zeros(len(readers), len(shared), len(texts), 5, dtype=torch.float64)
     first_own = torch.zeros(len(texts), dtype=torch.float64)
     for at, text in enumerate(tqdm(texts, desc="reading texts", leave=False, disable=None)):
         tokens = torch.tensor(text, device=device)
         scored, following = slice(start, len(text) - 1), tokens[start + 1 :]
         for index, reader in enumerate(readers):
-            own = reader.logits(tokens, 1)[scored]
+            by_itself = reader.read(tokens, 1)
+            own = by_itself.logits[scored]
             if index == 0:
                 first_own[at] = torch.nn.functional.cross_entropy(own, following)
             for column, count in enumerate(shared):
-                logits = own if count == 1 else reader.logits(tokens, count)[scored]
+                reading = by_itself if count == 1 else reader.read(tokens, count)
+                logits = reading.logits[scored]
                 nats = torch.nn.functional.cross_entropy(logits, following)
                 apart = divergence(logits, own)[:, [0, 2]].mean(0)
-                figures[index, column, at] = torch.cat((nats[None], apart)).double().cpu()
+                churn = reading.churn(-(-start // count) if count else 0)
+                figures[index, column, at] = torch.tensor([nats, *apart, *churn], dtype=torch.float64)
     increase = figures[..., 0] - first_own
     rows = []
     for i, reader in enumerate(readers):
         for j, count in enumerate(shared):
-            nats, variation, same = figures[i, j].mean(0).tolist()
+            nats, variation, same, *churn = figures[i, j].mean(0).tolist()
             above = increase[i, j]
             error = above.std().item() / len(texts) ** 0.5 if len(texts) > 1 else None
-            rows.append(SharingRow(reader.name, count, nats, above.mean().item(), error, variation, same))
+            last, last4 = (None if math.isnan(share) else share for share in churn)
+            rows.append(SharingRow(reader.name, count, nats, above.mean().item(), error, variation, same, last, last4))
     return rows
 
 
-def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int) -> Tensor:
-    """Return the logits of a text, [tokens, vocab] float32.
+def _read_native(model: NativeSparseLlama, tokens: Tensor, shared: int) -> ReadText:
+    """Read a text by a model with native sparse attention (`Reader.read`)."""
+    (logits,) = model(tokens[None], shared)
+    return ReadText(logits, torch.cat(model.selected(), 1)[0].transpose(0, 1).flatten(1) if shared else None)
 
-    tokens: [tokens] int64 on the model's device. shared: how many tokens share a choice; 0: all is read.
-    """
+
+def read_choosing(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int) -> ReadText:
+    """Read a text [tokens] int64 by a model whose attention chooses blocks by a rule (`Reader.read`)."""
     decoder, shape, length = loaded.decoder, loaded.shape, len(tokens)
     sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim, pages_for(length)
     kv = KVCache(*sizes, loaded.dtype, loaded.device, page_means=True)
@@ -169,8 +205,15 @@ def logits_of(loaded: LoadedModel, rule: BlockRule, tokens: Tensor, shared: int)
     model = PagedModel(decoder, kv, default_backend(loaded.device))
     attend = model.attends(Rows(ends, ends[1:], table, length))
     parts = _parts(rule, shape.num_kv_heads, table, at, shared)
-    attend.chosen = ChosenReads(kv.k_pages, kv.page_means, at, at // PAGE_SIZE, parts)
-    return model.run(PassTokens(tokens, at, at), attend).float()
+    chosen: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
+
+    def note(layer: int, blocks: BlockLists) -> BlockLists:
+        chosen[layer].append(blocks.as_mask(-(-length // rule.block_size)))
+        return blocks
+
+    attend.chosen = ChosenReads(kv.k_pages, kv.page_means, at, at // PAGE_SIZE, parts, fetch=note)
+    logits = model.run(PassTokens(tokens, at, at), attend).float()
+    return ReadText(logits, torch.cat([torch.cat(of_layer).flatten(1) for of_layer in chosen], 1) if shared else None)
 
 
 def _parts(rule: BlockRule, kv_heads: int, table: Tensor, positions: Tensor, shared: int) -> list[ChosenPart]:
@@ -195,4 +238,6 @@ COLUMNS: Columns[SharingRow] = {
     "± standard error": lambda row: "" if row.standard_error is None else f"{row.standard_error:.4f}",
     "total variation": lambda row: f"{row.variation:.4f}",
     "same likeliest": lambda row: f"{row.same:.4f}",
+    "churn 1": lambda row: "" if row.churn is None else f"{row.churn:.1%}",
+    "churn 4": lambda row: "" if row.churn4 is None else f"{row.churn4:.1%}",
 }
