@@ -40,9 +40,9 @@ def test_steps_of_a_model_that_chooses_blocks_can_be_run(kv: KVCacheDtype, monke
     with torch.inference_mode():
         bench = Bench(shape, 1e9, 2, 512, "cpu", 2, kv_cache_dtype=kv)
         rows = choosing_rows(bench, 2, 512)
-    assert [row.rival for row in rows] == [None, None, None, 2, 2, 2]
+    assert [row.rival for row in rows] == [None, None, None, 2, 2, 2, 2]
     assert rows[3].floor < rows[2].floor
-    assert "100% fetched" in rows[4].what  # in its first step
+    assert "100% prefetched" in rows[5].what and "100% fetched" in rows[6].what  # in the first step
 
 
 def test_all_parts_of_a_mixture_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,10 +99,11 @@ class Bench:
         what = "each choosing blocks" if choosers is Choosers.EACH else "the first choosing blocks for all"
         return self._measure(f"{queries} queries, {what}, {batch} x {context}", shape, buffers, read)
 
-    def fetching(self, batch: int, context: int, queries: int, dropped: float) -> TimedRow:
+    def fetching(self, batch: int, context: int, queries: int, dropped: float, prefetches: bool = True) -> TimedRow:
         """Time a verification whose first token chooses for all, over tiers with GPU pages for half of the KV.
 
-        dropped: the share of all pages that leaves the GPU between steps.
+        dropped: the share of all pages that leaves the GPU between steps. prefetches: whether the step knows the last
+            choices, which are the same as its own; else each layer fetches what it has chosen.
         """
         pages, of_kv = context // PAGE_SIZE, (self.kv.num_layers, self.kv.kv_heads, self.kv.k_pages[0].shape[3])
         sizes = batch * pages // 2, batch * pages, PAGE_SIZE
@@ -118,11 +119,14 @@ class Bench:
         def run() -> None:
             drop_pages(kv.memory.tables, leaving.random_(sizes[1]), kv.kv_heads, kv.memory.backend)
             given["round"] += 2
+            if not prefetches:
+                choices.fill_(-1)
             run_pass(PagedModel(self.decoder, kv, default_backend(self.device)), shape, buffers)
 
         ms = graph_milliseconds(run, self.repeats)
         fetched, listed = (int(buffers.results.device[name]) for name in ("fetched", "listed"))
-        choice = f"the first choosing blocks for all, {fetched / listed:.0%} fetched"
+        how = "prefetched" if prefetches else "fetched"
+        choice = f"the first choosing blocks for all, {fetched / listed:.0%} {how}"
         floor = self.floor(listed * self.kv_bytes(1, PAGE_SIZE) / of_kv[0] / of_kv[1], [shape.rows])
         return TimedRow(f"{queries} queries, {choice}, {batch} x {context}", ms, floor)
 
@@ -250,7 +254,8 @@ def choosing_rows(bench: Bench, batch: int, context: int) -> list[TimedRow]:
     each = bench.choosing(batch, context, 4, Choosers.EACH)
     shared = bench.choosing(batch, context, 4, Choosers.FIRST).against(each.milliseconds)
     rows = [bench.choosing(batch, context, 1, Choosers.FIRST), bench.step(batch, context, 4), each, shared]
-    rows += [bench.fetching(batch, context, 4, dropped).against(shared.milliseconds) for dropped in (0.0, 0.2)]
+    for dropped, prefetches in ((0.0, True), (0.2, True), (0.2, False)):
+        rows.append(bench.fetching(batch, context, 4, dropped, prefetches).against(shared.milliseconds))
     return [row.named("target: ") for row in rows]
 
 
