@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from specahead.config.speculation import AUDIT_SHARE, Speculation
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.sparsity.plan import Plan
-from specahead.sparsity.reader import Reader
 from target_service.hooks import Hooks
 from target_service.policy import Load
 from target_service.policy.holding import Holding
@@ -38,10 +37,9 @@ NEWEST = 1 / 64  # weight of the newest audit in the means that are reported
 
 
 def without_needless_audits(speculation: Speculation, hooks: Hooks) -> Speculation:
-    """Return a speculation without audits where hooks impose or measure what sessions read, unless it asks for them."""
-    is_served = not (hooks.imposes_verdicts or hooks.reports_blocks) and hooks.new_reader is Reader
+    """Return a speculation without audits where hooks impose the verdicts, unless it asks for audits."""
     asks = speculation.audit_share is not None
-    return speculation if is_served or asks else replace(speculation, audit_share=0.0)
+    return replace(speculation, audit_share=0.0) if hooks.imposes_verdicts and not asks else speculation
 
 
 @dataclass

@@ -122,9 +122,6 @@ class Committer:
             accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
             verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
         commit, known = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, queued)
-        if self._hooks.on_round is not None and reader is not None and reader.is_sparse:
-            assert reader.chosen is not None
-            self._hooks.on_round(commit.at, commit.accepted, reader.chosen.cpu())
         self._auditor.note_round(item, output, verdict[0])
         if item.drafting_cost:
             session.reading.weighed = commit.at.base

@@ -190,16 +190,16 @@ def _needs_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
     looked_at = session.asked.logprobs is not None or bool(session.asked.rules)
     screened = session.screening is not None and session.screening.is_used
     drawn_from = screened and not session.asked.sampling.greedy  # which the dense pass has to know
-    return looked_at or drawn_from or _host_looks_at_reads(session, drafted)
+    return looked_at or drawn_from or _reads_need_the_host(session, drafted)
 
 
-def _host_looks_at_reads(session: TargetSession, drafted: DraftedRound) -> bool:
-    """Return whether the host has to know what the round reads, or will look at it."""
+def _reads_need_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
+    """Return whether the host has to know what the round reads."""
     reader = session.reading.reader
     if reader is None:
         return False
     if session.screening is None and reader.is_to_weigh and not session.reads_wholly:
         return True  # it runs in a pass apart
     if not reader.is_announced or (drafted.announces and session.next_round.sparse):
-        return reader.report_blocks
+        return False
     return drafted.announces or not reader.reads_all_alone

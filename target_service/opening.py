@@ -1,7 +1,6 @@
 """Checks the requests of sessions, and makes the sessions."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from specahead.config import TargetSettings
 from specahead.config.speculation import READ_AT_ONCE
@@ -63,7 +62,7 @@ class SessionMaker:
 
     def make(self, request: Open, emit: Callable[[ServedEvent], None], now: float) -> TargetSession:
         """Return the session of a request that was checked, which is queued `now`; its grammar begins to compile."""
-        exact = request.exactness is Exactness.EXACT or self._serves_exactly()
+        exact = request.exactness is Exactness.EXACT or (self._settings.may_serve_exactly and self._prefers_exact())
         screened = exact and self._settings.most_held > 0
         guesses_first = exact and self._settings.chosen.lookup
         looks_up = guesses_first or self._settings.draft in ("lookup", "auto")
@@ -113,19 +112,13 @@ class SessionMaker:
             return None
         return self._grammars.start(request.grammar, request.tokens, request.prompt_tokens)
 
-    def _serves_exactly(self) -> bool:
-        """Return whether an approximate request is served exactly, as far as a benchmark does not say what it reads."""
-        may = self._settings.may_serve_exactly and self._hooks.new_reader is Reader
-        return may and self._prefers_exact()
-
     def _reader(self, exact: bool, screened: bool) -> Reader | None:
         """Return how a session reads; None: everything. screened: whether sparse attention screens its proposals."""
         if screened:
-            return screening_reader(self._plan, self._settings.self_read_share, self._hooks.reports_blocks)
+            return screening_reader(self._plan, self._settings.self_read_share)
         if exact:
             return None
-        reader = self._hooks.new_reader(self._plan, self._hooks.reports_blocks)
-        return replace(reader, is_announced=False) if self._runner.leaves_states else reader  # a head announces nothing
+        return Reader(self._plan, is_announced=not self._runner.leaves_states)  # a head announces nothing
 
     def _screening(self, request: Open) -> Screening:
         """Return what a session that is screened holds back: nothing yet."""

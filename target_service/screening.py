@@ -26,9 +26,9 @@ class Confirms(Enum):
     WEIGHING = 2
 
 
-def screening_reader(plan: Plan, share: float, report_blocks: bool) -> Reader:
+def screening_reader(plan: Plan, share: float) -> Reader:
     """Return how a session reads `share` of its KV to screen: by what its dense passes have weighed."""
-    return Reader(replace(plan, budget=share, least_tokens=0), report_blocks, is_announced=False)
+    return Reader(replace(plan, budget=share, least_tokens=0), is_announced=False)
 
 
 @dataclass

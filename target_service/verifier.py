@@ -22,6 +22,7 @@ from specahead.engine.steps.runner import TargetRunner
 from specahead.engine.steps.step_loop import describe, prefill_chunk
 from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.plan import Plan
+from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.errors import ServiceError
 from target_service.admission import Admission
@@ -102,7 +103,7 @@ class Verifier:
         """Prepare the runner for the steps of plain, exact and approximate sessions."""
         reads: list[SparseRead | None] = [None]
         any_length = replace(self.plan, least_tokens=0)
-        reader = self._hooks.new_reader(any_length, self._hooks.reports_blocks)
+        reader = Reader(any_length)
         nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
         read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
         reads += [] if read is None else [read]
@@ -110,7 +111,7 @@ class Verifier:
             reads.append(replace(reader, is_announced=False).read(None, 1, 1))
         screened: list[SparseRead | None] = []
         if self.settings.most_held:
-            reader = screening_reader(self.plan, self.settings.self_read_share, self._hooks.reports_blocks)
+            reader = screening_reader(self.plan, self.settings.self_read_share)
             reads.append(reader.read(None, 1, 1))
             reader.finish(SequenceOutput())  # its first round reads everything, as confirming ones do
             screened.append(reader.read(None, 1, 1))

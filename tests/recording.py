@@ -9,18 +9,23 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from specahead.config import TargetSettings, resolve_service
+from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
-from specahead.wire.messages import At
+from specahead.wire.messages import At, Commit
 from specahead.wire.server import run_service
 from specahead.wire.session_names import name_of_client
-from target_service.hooks import Hooks
-from target_service.service import Parts, run
+from target_service import committing, opening
+from target_service.commit import commit_round
+from target_service.service import run
+from target_service.verify_step import VerifyRound
 
 _NUMBERS = ("rounds", "epochs", "bases", "accepted", "blocks")  # arrays of a session, int64 [rounds]
 
@@ -64,6 +69,19 @@ class ReadRecording:
             self._sessions.append(latest)
         blocks = BlockSelection.from_matrix(chosen.flatten(0, 1).numpy())
         latest.reads.append(Read(at, accepted, blocks))
+
+    def watch_rounds(self) -> None:
+        """Have all targets of this process report the blocks that sparse rounds read, and record them."""
+
+        def commit_and_record(item: VerifyRound, *given: Any) -> tuple[Commit, bool]:
+            commit, known = commit_round(item, *given)
+            reader = item.session.reading.reader
+            if reader is not None and reader.is_sparse:
+                self.add(commit.at, commit.accepted, reader.chosen.cpu())
+            return commit, known
+
+        opening.Reader = partial(Reader, report_blocks=True)
+        committing.commit_round = commit_and_record
 
     def save(self) -> None:
         """Write all rounds to the file."""
@@ -110,8 +128,9 @@ def main() -> None:
     settings, flags = resolve_service(parser, TargetSettings(port=50052), sys.argv[1:], os.environ)
     settings = replace(settings, draft_timeout=60.0)  # plain rounds are in no recording: a busy machine, too, waits
     recording = ReadRecording(flags.record_reads)
+    recording.watch_rounds()
     try:
-        run_service(settings, lambda on_ready: run(settings, on_ready, Parts(Hooks(on_round=recording.add))))
+        run_service(settings, lambda on_ready: run(settings, on_ready))
     finally:
         recording.save()
 

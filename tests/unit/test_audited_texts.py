@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from specahead.sparsity.plan import Plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import Closed, Exactness, Open, ServedEvent
-from target_service import verifier
+from target_service import opening, verifier
 from target_service.auditing import Auditor
 from target_service.hooks import Hooks
 from target_service.session import TargetSession
@@ -124,21 +123,19 @@ def wrong(plan: Plan) -> Plan:
     return replace(plan, blends=plan.blends[half:] + plan.blends[:half], head_importance=importance)
 
 
-def diverge(monkeypatch: pytest.MonkeyPatch, plan: Plan, **hooks: Any) -> list[Round]:
+def diverge(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[Round]:
     """Return the rounds of a session whose divergence is only measured: those of the first half of the questions."""
     tokens, _, questions = text()
-    return generate(monkeypatch, plan, 1.0, tokens[: (questions + len(tokens)) // 2], questions, **hooks)
+    return generate(monkeypatch, plan, 1.0, tokens[: (questions + len(tokens)) // 2], questions)
 
 
-def hold(monkeypatch: pytest.MonkeyPatch, plan: Plan, **hooks: Any) -> list[Round]:
+def hold(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> list[Round]:
     """Return the rounds of a session whose divergence is held below the limit, from the book on."""
     tokens, start, _ = text()
-    return generate(monkeypatch, plan, LIMIT, tokens, start, **hooks)
+    return generate(monkeypatch, plan, LIMIT, tokens, start)
 
 
-def generate(
-    monkeypatch: pytest.MonkeyPatch, plan: Plan, limit: float, tokens: list[int], start: int, **hooks: Any
-) -> list[Round]:
+def generate(monkeypatch: pytest.MonkeyPatch, plan: Plan, limit: float, tokens: list[int], start: int) -> list[Round]:
     """Return the rounds of a session that generates these tokens from `start` on."""
     room = {"max_context": len(tokens) + 16}
 
@@ -156,7 +153,7 @@ def generate(
     monkeypatch.setattr(verifier, "Auditor", Watched)
     target, draft = bundled_pair()
     settings = target_settings(audit_share=SHARE, max_divergence=limit, max_sessions=1, draft_timeout=math.inf, **room)
-    served = verifier.Verifier(make_runner(target, 2048, step_queries=5), plan, settings, Hooks(judge=judge, **hooks))
+    served = verifier.Verifier(make_runner(target, 2048, step_queries=5), plan, settings, Hooks(judge=judge))
     drafter = Drafter(make_runner(draft, 2048), plan, draft_settings(branches=0, **room))
     asked = Open("s", tokens[:start], start, len(tokens) - start, [], Sampling(0.0), Exactness.APPROXIMATE)
     take_turns(served, drafter, [asked], emit)
@@ -179,7 +176,8 @@ def test_a_text_that_changes_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     plan, (_, _, questions) = bundled_plan(budget=0.3), text()
     monkeypatch.setattr(UselessReader, "since", questions)
-    free, held = (run(monkeypatch, plan, new_reader=UselessReader) for run in (diverge, hold))
+    monkeypatch.setattr(opening, "Reader", UselessReader)
+    free, held = (run(monkeypatch, plan) for run in (diverge, hold))
     book = [each for each in held if each.base < questions]
     assert read_densely(book) <= 0.15 and served_divergence(book) < LIMIT / 2
     assert served_divergence(free) > LIMIT
@@ -190,8 +188,9 @@ def test_a_text_that_changes_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_quality_is_held_whatever_is_announced(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """Not held, the divergence is beyond the limit. Held, it is far below, at the cost of dense passes."""
     plan = wrong(bundled_plan()) if case == "wrong plan" else bundled_plan()
-    hooks = {"new_reader": UselessReader} if case == "useless draft" else {}
-    free, held = (run(monkeypatch, plan, **hooks) for run in (diverge, hold))
+    if case == "useless draft":
+        monkeypatch.setattr(opening, "Reader", UselessReader)
+    free, held = (run(monkeypatch, plan) for run in (diverge, hold))
     assert served_divergence(free) > 1.2 * LIMIT and read_densely(free) < 0.15
     assert served_divergence(held) < LIMIT / 2 and served_divergence(held) < served_divergence(free) / 3
     assert held[-1].exact, "it could not be held otherwise"

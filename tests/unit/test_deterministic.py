@@ -145,7 +145,7 @@ def read_by(reader: Reader, base: int, tokens: int, everything: bool) -> SparseR
 
 def screening(probe: Probe, number: int, proposed: int) -> SequenceInput:
     """A round that screens, of a session that has weighed what it read."""
-    kv, reader = (probe.read(TEXT[number : number + 150]), screening_reader(PLAN, SETTINGS.self_read_share, False))
+    kv, reader = (probe.read(TEXT[number : number + 150]), screening_reader(PLAN, SETTINGS.self_read_share))
     probe.runner.forward([round_of(kv, TEXT[:1], read=read_by(reader, 151, 0, everything=True))])
     tokens = TEXT[50 : 51 + proposed]
     read = read_by(reader, 152, proposed, everything=False)
@@ -170,7 +170,7 @@ def check_a_pass_over_many_tokens(probe: Probe, count: int, weighs: bool, beside
     others = [screening(probe, number, 1 + number) for number in range(3)] if beside else []
     others += [round_of(probe.read(TEXT[n : n + 90]), TEXT[: 1 + n], SAMPLED) for n in range(9)] if beside else []
     wrong = [*tokens[: count - 2], tokens[count - 2] ^ 1, *tokens[count - 1 : count]]
-    read = read_by(screening_reader(PLAN, SETTINGS.self_read_share, False), PROMPT, count, True) if weighs else None
+    read = read_by(screening_reader(PLAN, SETTINGS.self_read_share), PROMPT, count, True) if weighs else None
     given, output = probe.run(round_of(many, wrong, SAMPLED, read=read), others)
     assert output.verdict == (count - 3, tokens[count - 2]), "as far as the tokens are those that it draws by itself"
     assert same(given[: count - 2], torch.cat(rows)[: count - 2])
@@ -194,7 +194,7 @@ def test_in_sixteen_bits_too(count: int, weighs: bool, beside: bool) -> None:
 def test_every_step_has_one_shape_but_those_that_a_later_one_judges() -> None:
     """Whatever is proposed, held, weighed or drafted in the step, and beside whatever."""
     probe = Probe(runner_of())
-    weighing = read_by(screening_reader(PLAN, SETTINGS.self_read_share, False), PROMPT, 4, everything=True)
+    weighing = read_by(screening_reader(PLAN, SETTINGS.self_read_share), PROMPT, 4, everything=True)
     kvs = [probe.read(TEXT[n : n + PROMPT]) for n in range(4)]
     items = [round_of(kv, TEXT[:count]) for kv, count in zip(kvs, (1, 5, 13, 16), strict=True)]
     items[2] = replace(items[2], read=weighing)

@@ -128,7 +128,7 @@ def test_no_step_of_a_target_is_captured_for_a_request(captures: list[int], capl
 @pytest.mark.usefixtures("captures")
 def test_captured_steps_leave_logits_in_one_memory_and_no_lists() -> None:
     runner = runner_of(models.TARGET)
-    reader = screening_reader(bundled_plan(), 0.1, report_blocks=False)
+    reader = screening_reader(bundled_plan(), 0.1)
     reader.read(None, 100, 105)  # everything, to be weighed
     reader.finish(SequenceOutput())
     read = replace(reader.read(None, 100, 105), group_means=False)
@@ -207,7 +207,7 @@ def test_no_mix_of_rounds_is_captured_for_a_request(deterministic: bool, quantiz
         verifier.make_chain()
     verifier.warm_up()
     prepare(runner)
-    reader = screening_reader(bundled_plan(), settings.self_read_share, False)
+    reader = screening_reader(bundled_plan(), settings.self_read_share)
     weighing = reader.read(None, 100, 105)
     reader.finish(SequenceOutput())
     screening, drawn, of_held = reader.read(None, 100, 105), support_of(64), support_of(900)
