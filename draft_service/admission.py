@@ -48,32 +48,36 @@ class Admission:
             self.drop(known)
         self._forget(peer, name)
         skipped = self._skipped(begin)
-        if begin.max_length - skipped > self._settings.max_context:
-            reads = self._settings.max_context
-            self._decline_for_good(peer, name, f"{begin.max_length - skipped} tokens, the draft model reads {reads}")
-            return
-        if begin.grammar and self.grammars is None:
-            self._decline_for_good(peer, name, "this draft follows no grammars")
-            return
-        tokens = begin.tokens[skipped:]
-        if not tokens:
-            self._decline_for_good(peer, name, "a head drafts for texts of two tokens or more")
-            return
-        if not self._has_room(len(tokens)):
+        if reason := self._why_never(begin, skipped):
+            self._decline_for_good(peer, name, reason)
+        elif not self._has_room(len(begin.tokens) - skipped):
             self._decline(peer, name)
             self.waiting.append((peer, name))
-            return
+        else:
+            self._start(peer, begin, skipped)
+
+    def _why_never(self, begin: Begin, skipped: int) -> str:
+        """Return why a session can never be drafted for; empty if it can. skipped: tokens that the draft leaves out."""
+        length, reads = begin.max_length - skipped, self._settings.max_context
+        if length > reads:
+            return f"{length} tokens, the draft model reads {reads}"
+        if begin.grammar and self.grammars is None:
+            return "this draft follows no grammars"
+        return "" if len(begin.tokens) > skipped else "a head drafts for texts of two tokens or more"
+
+    def _start(self, peer: TargetPeer, begin: Begin, skipped: int) -> None:
+        """Start to draft for a session, with the KV that there is of its text."""
         grammar = None
         if begin.grammar and self.grammars is not None:
-            grammar = self.grammars.start(begin.grammar, tokens, begin.prompt_tokens - skipped)
+            grammar = self.grammars.start(begin.grammar, begin.tokens[skipped:], begin.prompt_tokens - skipped)
         session = DraftSession.from_begin(peer, begin, self._settings.most_drafted, grammar, skipped)
         if self.kv_of_target is not None:
-            session.kv.target = self.kv_of_target(name)
+            session.kv.target = self.kv_of_target(session.id)
             if session.kv.target is None:  # its End is here already
                 return
         # A head's KV depends on the first token as well, in which texts that go on alike hardly ever differ.
         self._kv.reuse_prefix(session.kv, session.tokens[:-1])
-        peer.sessions[name] = session
+        peer.sessions[session.id] = session
         self.sessions.append(session)
 
     def _skipped(self, begin: Begin) -> int:

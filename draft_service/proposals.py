@@ -35,30 +35,33 @@ def take_round(planned: PlannedRound, output: RoundOutput, plan: Plan, seconds: 
 
 
 def _outcomes(planned: PlannedRound, output: RoundOutput) -> list[DraftedOutcome]:
-    """Return the outcomes that a round was drafted for, each with the tokens that follow it.
+    """Return the outcomes that a round was drafted for, each with the tokens that follow it."""
+    session = planned.session
+    outcomes = []
+    for (last, token, source), drafted in zip(_ends(planned, output), output.branches, strict=True):
+        proposed = drafted.first(session.tokens_to_propose(last + 1))
+        outcomes.append(DraftedOutcome(last + 1, token, proposed, source, output.alternative))
+    return outcomes
 
-    Without overlap the only outcome are the committed tokens.
+
+def _ends(planned: PlannedRound, output: RoundOutput) -> list[tuple[int, int, int]]:
+    """Return the last token of each outcome that a round was drafted for: its position, itself, and where its KV lies.
+
+    A round that does not overlap has one outcome, the committed tokens, and so has one that follows a running step: the
+    tokens that the step has accepted. Otherwise each branch is one, and its KV lies after that of the branches before.
     """
     session, request = planned.session, planned.request
     if not planned.overlaps:
-        base = planned.base
-        starts = [(base - 1, session.tokens[base - 1], base - 1)]
-    elif output.began is not None:
+        last = planned.base - 1
+        return [(last, session.tokens[last], last)]
+    if output.began is not None:
         accepted, token = output.began
-        length = session.committed + accepted
-        starts = [(length, token, length)]
-    else:
-        ends = [(branch.length, branch.token) for branch in request.branches] or [
-            (request.kv.length, request.tokens[0])
-        ]
-        passes = request.gamma + 1
-        starts = [(*end, request.kv.length + index * passes) for index, end in enumerate(ends)]
-    return [
-        DraftedOutcome(
-            length + 1, token, drafted.first(session.tokens_to_propose(length + 1)), source, output.alternative
-        )
-        for (length, token, source), drafted in zip(starts, output.branches, strict=True)
-    ]
+        last = session.committed + accepted
+        return [(last, token, last)]
+    length, passes = request.kv.length, request.gamma + 1
+    if not request.branches:
+        return [(length, request.tokens[0], length)]
+    return [(branch.length, branch.token, length + i * passes) for i, branch in enumerate(request.branches)]
 
 
 def send_round(session: DraftSession, round_: DraftedRound, counters: Counter[str]) -> None:

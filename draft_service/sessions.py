@@ -229,32 +229,36 @@ class DraftSession:
         A verdict whose base lies before the committed tokens takes back the tokens between. Raises ValueError for one
         whose base lies after them or that skips a round, or if KV to be taken back is shared with another session.
         """
-        base, tokens = verdict.at.base - self.skipped, verdict.tokens
+        base = verdict.at.base - self.skipped
         if verdict.at.round != self.at.round + 1:
             raise ValueError(f"verdict opens round {verdict.at.round}, round {self.at.round} is under judgement here")
         if not 0 < base <= self.committed:
             raise ValueError(f"verdict from {base} on, {self.committed} tokens are committed here")
         kv.take_back(self.kv, base)
-        self.gamma, self.dense = min(verdict.gamma or self.gamma, self.terms.most_gamma), verdict.dense
-        met, proposed, overlap = self._outcome_met(base, tokens), self.tokens[base:], self.overlap
+        met = self._outcome_met(base, verdict.tokens)
         self._take_statistics(verdict, met is not None)
-        if not verdict.plain:
-            self.reference = self.newest_known
-        name, epoch, round_, _ = verdict.at
-        self.at = At(name, epoch, round_, verdict.at.base + len(tokens))
-        self.overlap = None
-        if met is None or overlap is None:
-            self.tokens[base:] = tokens
-            self.present = None
-            agree = (a == b for a, b in zip(proposed, tokens, strict=False))
-            common = base + sum(takewhile(bool, agree))
-            # The last token is always run again: its logits start the next round.
-            self.cut_kv(kv, min(self.kv.length, common, len(self.tokens) - 1))
-        else:
-            self._take_up(overlap, met)
         if verdict.plain:
             self.ready_due = True
+        else:
+            self.reference = self.newest_known
+        self.gamma = min(verdict.gamma or self.gamma, self.terms.most_gamma)
+        self.dense = verdict.dense
+        self.at = verdict.at._replace(base=verdict.at.base + len(verdict.tokens))
+        overlap, self.overlap = self.overlap, None
+        if met is not None and overlap is not None:
+            self._take_up(overlap, met)
+        else:
+            self._begin_after(base, verdict.tokens, kv)
         return met is not None
+
+    def _begin_after(self, base: int, tokens: list[int], kv: KVCache) -> None:
+        """Have the next round begin after a verdict's tokens, of which KV is kept as far as they were drafted."""
+        agree = (drafted == given for drafted, given in zip(self.tokens[base:], tokens, strict=False))
+        common = base + sum(takewhile(bool, agree))
+        self.tokens[base:] = tokens
+        self.present = None
+        # The last token is always run again: its logits start the next round.
+        self.cut_kv(kv, min(self.kv.length, common, len(self.tokens) - 1))
 
     def _outcome_met(self, base: int, tokens: list[int]) -> DraftedOutcome | None:
         """Return the outcome of the overlap that a verdict's tokens are."""

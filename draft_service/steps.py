@@ -121,24 +121,29 @@ def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache
         if session.ready_due:
             session.ready_due = False
             session.peer.send(Ready(session.at))
-    gamma = max((session.gamma for session in work.due), default=0)  # rounds of one step have one shape
-    unread = [len(session.pending) - 1 for session in work.reading]
-    starts = [session.kv.length for session in work.reading]
-    chunk = settings.prefill_chunk
-    if work.due and chunk > LEAST_PART:  # rounds wait for what is read in the same step
-        chunk = max(LEAST_PART, chunk // 2)
-    shares = share_prefill(starts, unread, chunk, number)
-    parts = [(session, share) for session, share in zip(work.reading, shares, strict=True) if share]
-    for session in (*work.due, *(session for session, _ in parts)):
+    parts = _share_reading(work, settings, number)
+    for session in (*work.due, *parts):
         if session.moved is not None and session.present is None:  # a verdict cut it short: not worth moving
             session.cut_kv(kv, session.moved.target)
+    gamma = max((session.gamma for session in work.due), default=0)  # rounds of one step have one shape
     branches = branches_of(len(work.due), settings.chosen.branches)
     rounds = [
         _plan_round(session, plan, gamma) if session.present is None else _plan_overlap(session, plan, gamma, branches)
         for session in work.due
     ]
-    inputs = [SequenceInput(session.kv, session.pending[:share]) for session, share in parts]
-    return DraftStep(rounds, [session for session, _ in parts], inputs)
+    inputs = [SequenceInput(session.kv, session.pending[:share]) for session, share in parts.items()]
+    return DraftStep(rounds, list(parts), inputs)
+
+
+def _share_reading(work: Work, settings: DraftSettings, number: int) -> dict[DraftSession, int]:
+    """Return how many tokens of its prompt each session reads in a step; sessions that read none are left out."""
+    chunk = settings.prefill_chunk
+    if work.due and chunk > LEAST_PART:  # rounds wait for what is read in the same step
+        chunk = max(LEAST_PART, chunk // 2)
+    starts = [session.kv.length for session in work.reading]
+    unread = [len(session.pending) - 1 for session in work.reading]
+    shares = share_prefill(starts, unread, chunk, number)
+    return {session: share for session, share in zip(work.reading, shares, strict=True) if share}
 
 
 def _plan_round(session: DraftSession, plan: Plan, gamma: int) -> PlannedRound:

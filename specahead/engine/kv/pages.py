@@ -39,16 +39,24 @@ class SequenceKV:
 
     length: int = 0
     pages: list[int] = field(default_factory=list)
-    serials: list[int] = field(default_factory=list)  # of its leading pages that the prefix index has
-    stored: int = 0  # leading pages that are in the backing store or on their way there (engine.kv.tiered)
-    settled: float = math.inf  # leading tokens whose KV stays; that of later tokens may be written again
-    dense: bool = False  # always read densely: its pages are the last to leave the GPU
-    drafts: bool = False  # passes that read it sparsely draft for it
-    target: "SequenceKV | None" = None  # of a head's sequence: that of the target, at whose places it reads states
+    serials: list[int] = field(default_factory=list)
+    """The serials of its first pages in the prefix index, as far as that has them."""
+    stored: int = 0
+    """How many of its first pages are in the backing store or on their way there (engine.kv.tiered)."""
+    settled: float = math.inf
+    """How many of its first tokens keep their KV; that of later tokens may be written again."""
+    dense: bool = False
+    """Whether it is always read densely, so that its pages are the last to leave the GPU."""
+    drafts: bool = False
+    """Whether passes that read it sparsely draft for it."""
+    target: "SequenceKV | None" = None
+    """For a head's sequence, the one of the target, at whose places the head reads states."""
     last_choice: LastChoice = field(default_factory=LastChoice, repr=False, compare=False)
-    groups: list[int] = field(default_factory=list)  # slots of the means of its leading groups of tokens
+    groups: list[int] = field(default_factory=list)
+    """The slots of the means of its first groups of tokens."""
     _table: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32), repr=False, compare=False)
-    _in_table: int = field(default=0, repr=False, compare=False)  # leading pages that `_table` has
+    _in_table: int = field(default=0, repr=False, compare=False)
+    """How many of its first pages `_table` has."""
 
     @property
     def indexed(self) -> int:

@@ -5,7 +5,7 @@ import numpy as np
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.kv.pages import PAGE_SIZE, SequenceKV, slots_of
 from specahead.engine.sampling.distributions import USE_ACCEPT, USE_DRAFT, USE_TARGET, uniforms
-from specahead.engine.sampling.judging import lay_out_verdicts
+from specahead.engine.sampling.judging import Drafted, lay_out_verdicts
 from specahead.engine.staging import Buffers, Staging
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.requests import AnnouncementRequest, Branch, RoundRequest
@@ -55,25 +55,40 @@ def lay_out_pass(
     if shape.judge is not None:
         rounds = [item.drafted for item in inputs if item.drafted is not None]
         lay_out_verdicts(host, rounds)
-        drafting = USE_TARGET if shape.judge.draws_own else USE_DRAFT
-        for name, use in (_USES | dict.fromkeys(_DRAFTING, drafting)).items():
-            if (array := host.get(name)) is not None:
-                for i, drafted in enumerate(rounds):
-                    array[i] = uniforms(drafted.sampling.seed, drafted.base, array.shape[1], use)
-        rows = host["logits_rows"][: shape.sequences * shape.queries].reshape(shape.sequences, shape.queries)
-        # A round begins with the token before the drafted ones; the end of a prompt may come before it.
-        starts = host["query_starts"][:-1].copy()
-        starts[: len(inputs)] += [item.drafted_from - 1 for item in inputs]
-        # Rows after a sequence's last one are not looked at: any will do.
-        most = max(0, int(host["query_starts"][-1]) - 1)
-        rows[:] = np.minimum(starts[:, None] + np.arange(shape.queries), most)
-        if shape.alternatives:
-            rows = host["logits_rows"][shape.sequences * shape.queries :].reshape(shape.sequences, shape.alternatives)
-            beside = starts + 1 + host["draft_counts"]
-            rows[:] = np.minimum(beside[:, None] + np.arange(shape.alternatives), most)
+        _lay_out_uniforms(host, rounds, USE_TARGET if shape.judge.draws_own else USE_DRAFT)
+        _lay_out_judged_rows(host, shape, inputs)
     elif "logits_rows" in host:
         host["logits_rows"][:] = logits_rows_of(inputs)
     staging.send()
+
+
+def _lay_out_uniforms(host: dict[str, np.ndarray], rounds: list[Drafted], drafting: int) -> None:
+    """Write the random numbers of steps that draft for themselves. drafting: what those that draft are drawn for."""
+    for name, use in (_USES | dict.fromkeys(_DRAFTING, drafting)).items():
+        if (array := host.get(name)) is not None:
+            for i, drafted in enumerate(rounds):
+                array[i] = uniforms(drafted.sampling.seed, drafted.base, array.shape[1], use)
+
+
+def _lay_out_judged_rows(host: dict[str, np.ndarray], shape: PassShape, inputs: list[SequenceInput]) -> None:
+    """Write which rows of the pass give logits: those of the rounds, then those of their alternatives.
+
+    A round begins with the token before the drafted ones. Before that may come the end of a prompt, which gives none.
+    """
+    last = max(0, int(host["query_starts"][-1]) - 1)
+    starts = host["query_starts"][:-1].copy()
+    starts[: len(inputs)] += [item.drafted_from - 1 for item in inputs]
+    of_rounds = _rows_from(starts, shape.queries, last)
+    of_alternatives = _rows_from(starts + 1 + host["draft_counts"], shape.alternatives, last)
+    host["logits_rows"][:] = np.concatenate([of_rounds, of_alternatives])
+
+
+def _rows_from(starts: np.ndarray, count: int, last: int) -> np.ndarray:
+    """Return `count` neighbouring rows from each start on, [len(starts) * count].
+
+    A sequence may have fewer rows; what is read in their place is not looked at, and lies within the pass (`last`).
+    """
+    return np.minimum(starts[:, None] + np.arange(count), last).reshape(-1)
 
 
 def _lay_out_chain(host: dict[str, np.ndarray], shape: PassShape, inputs: list[SequenceInput]) -> None:
