@@ -6,6 +6,7 @@ Through transformers' own modules and, where its description covers the architec
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -159,7 +160,8 @@ def check_kernels(folder: str, rows: int, giving: list[int]) -> None:
     def run(backend: Backend) -> list[torch.Tensor]:
         head_dim = decoder.layers[0].qkv.outputs // (decoder.heads + 2 * decoder.kv_heads)
         kv = KVCache(2, decoder.kv_heads, head_dim, 2, dtype, device)
-        logits = decoder.run(tokens, kv, lambda _, queries: queries, logits_rows, backend=backend)
+        with patch("specahead.engine.model.decoder.default_backend", return_value=backend):
+            logits = decoder.run(tokens, kv, lambda _, queries: queries, logits_rows)
         return [logits.float(), *(pages.float() for pages in (*kv.k_pages, *kv.v_pages))]
 
     for one, other in zip(run("triton"), run("torch"), strict=True):

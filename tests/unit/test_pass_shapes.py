@@ -3,6 +3,8 @@
 1 to 16 rows, and groups of 1 to 8 query heads a KV head (Qwen2.5 has 7, Llama-3.2-3B and SmolLM2 have 3).
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -102,7 +104,8 @@ def run(decoder: Decoder, rows: int, backend: Backend) -> tuple[Tensor, Tensor, 
         batch = Batch(queries, k_pages, v_pages, tables, lengths, starts, SCALE, rows)
         return paged_attention(batch, backend=backend)
 
-    logits = decoder.run(PassTokens(ids, positions, slots), kv, attend, backend=backend)
+    with patch("specahead.engine.model.decoder.default_backend", return_value=backend):
+        logits = decoder.run(PassTokens(ids, positions, slots), kv, attend)
     return logits, k_pages, v_pages
 
 

@@ -174,16 +174,14 @@ class Decoder:
         attend: Attend,
         logits_rows: Tensor | None = None,
         observe: Observe | None = None,
-        backend: Backend | None = None,
     ) -> Tensor:
         """Write the tokens' KV to the pages of `kv`, and return the logits [rows, vocab] of all, or of `logits_rows`.
 
         logits_rows: [rows] int32 or int64; more rows than tokens are allowed, since each sequence has room for as many.
             After the last layer's attention only these rows run on: of other tokens only keys and values are needed.
         observe: sees the stream before each layer.
-        backend: of all kernels but attention; None: the device's.
         """
-        kernels = backend or default_backend(tokens.ids.device)
+        kernels = default_backend(tokens.ids.device)
         stream = self.embed(tokens.ids)
         for index in self._layers_to_run():
             queries, stream = self.before_attention(index, stream, tokens, kv, kernels)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.model.decoder import Attend, Decoder, Observe, PassTokens
-from specahead.kernels.backends import Backend, default_backend
+from specahead.kernels.backends import default_backend
 from specahead.kernels.compiling import compiles_only
 from specahead.kernels.linear import LinearWeight, Residual, linear
 from specahead.kernels.rms_norm import add_rms_norm
@@ -96,7 +96,6 @@ class DraftHead(Decoder):
         attend: Attend,
         logits_rows: Tensor | None = None,
         observe: Observe | None = None,
-        backend: Backend | None = None,
     ) -> Tensor:
         """Run the tokens that follow the states, as `Decoder.run` does, at the positions of the states.
 
@@ -104,7 +103,7 @@ class DraftHead(Decoder):
         """
         if self.carried is None:
             raise RuntimeError("a head reads states: say which by `reading`")
-        kernels, states, (layer,) = backend or default_backend(tokens.ids.device), self.carried.values, self.layers
+        kernels, states, (layer,) = default_backend(tokens.ids.device), self.carried.values, self.layers
         assert layer.input_norm is not None
         embedded, _ = add_rms_norm(
             F.embedding(tokens.ids, self.embedding), None, layer.input_norm, self.epsilon, kernels

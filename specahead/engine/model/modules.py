@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from specahead.engine.kv.cache import KVCache
-from specahead.engine.model.decoder import Attend, Decoder, PassTokens
+from specahead.engine.model.decoder import Attend, Decoder, Observe, PassTokens
 from specahead.engine.parallel.ranks import ALONE
 from specahead.kernels.kv_write import write_kv
 
@@ -54,8 +54,15 @@ class ModulesDecoder:
         """Return the share of these bytes that a pass reads: mixtures of experts are taken for dense models."""
         return 1.0
 
-    def run(self, tokens: PassTokens, kv: KVCache, attend: Attend, logits_rows: Tensor | None = None) -> Tensor:
-        """Run one pass; arguments and result as for `specahead.engine.model.decoder.Decoder.run`."""
+    def run(
+        self,
+        tokens: PassTokens,
+        kv: KVCache,
+        attend: Attend,
+        logits_rows: Tensor | None = None,
+        observe: Observe | None = None,
+    ) -> Tensor:
+        """Run one pass, as `specahead.engine.model.decoder.Decoder.run` does; `observe` sees nothing of it."""
         if logits_rows is not None and not len(logits_rows):
             logits_rows = logits_rows.new_zeros(1)  # transformers takes no empty selection
         result = self.model(

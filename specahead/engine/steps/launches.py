@@ -1,7 +1,6 @@
 """The launches of a pass, the same for all passes of a shape."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,8 +71,8 @@ def run_pass(
     if isinstance(running, DraftHead):
         running = running.reading(given["state_slots"])
     tokens = PassTokens(given["token_ids"], given["positions"], given["slots"])
-    how: dict[str, Any] = {} if model.tap is None else {"observe": model.tap.observer(tokens.slots)}
-    given["logits"] = running.run(tokens, kv, attend, logits_rows, **how)
+    observe = None if model.tap is None else model.tap.observer(tokens.slots)
+    given["logits"] = running.run(tokens, kv, attend, logits_rows, observe)
     if chosen is not None:
         _write_fetch_counts(buffers, kv.ranks.sum(chosen.end()))
     read_weights = attend.weights if isinstance(attend.weights, Tensor) else None

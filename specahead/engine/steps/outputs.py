@@ -171,40 +171,39 @@ def read_round(
     results: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest], settings: RoundSettings
 ) -> list[RoundOutput]:
     """Return the results of a round, which are on the host, in the order of the requests."""
-    tokens = results["tokens"].T.tolist()
-    alternatives = results["alternatives"].transpose(1, 0, 2).copy() if "alternatives" in results else None
-
-    def drafted(row: int, drawn: bool) -> DraftedTokens:
-        return DraftedTokens(
-            tokens[row],
-            results["ids"][:, row].copy() if drawn else None,
-            results["probs"][:, row].copy() if drawn else None,
-            None if alternatives is None else alternatives[row],
-            settings.runs_last,
-            settings.reads_states,
-        )
-
-    def coded(sequence: int, words: int) -> CodedBitmap:
-        flags = np.ascontiguousarray(results["flags"][sequence, :, :words])
-        values = results["values"][sequence, : results["value_counts"][sequence]]
-        return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
-
-    began = results["began"].T.tolist() if "began" in results else []
     outputs = []
     for i, item in enumerate(requests):
-        first, announce, follows, alternative = i * shape.branches, item.announce, None, None
+        first_row, count = i * shape.branches, max(1, len(item.branches))
+        rows = range(first_row, first_row + count)
+        branches = [_read_branch(results, row, item.temperature > 0, settings) for row in rows]
+        announce, began, alternative = item.announce, None, None
         if item.follows is not None:
-            accepted, following, other = began[i]
+            accepted, following, other = results["began"][:, i].tolist()
             assert 0 <= accepted <= item.follows.judged, "the step accepted more tokens than it judged"
-            follows, alternative = (accepted, following), other if other >= 0 else None
-            announce = item.follows.announce[accepted]
-        outputs.append(
-            RoundOutput(
-                branches=[drafted(first + j, item.temperature > 0) for j in range(len(item.branches) or 1)],
-                bitmap=None if announce is None else results["bitmaps"][i].view(np.uint64).copy(),
-                coded=None if announce is None else coded(i, announce.words),
-                began=follows,
-                alternative=alternative,
-            )
-        )
+            announce, began = item.follows.announce[accepted], (accepted, following)
+            alternative = other if other >= 0 else None
+        bitmap, coded = None, None
+        if announce is not None:
+            bitmap = results["bitmaps"][i].view(np.uint64).copy()
+            coded = _read_coded(results, i, announce.words)
+        outputs.append(RoundOutput(branches, bitmap, coded, began, alternative))
     return outputs
+
+
+def _read_branch(results: dict[str, np.ndarray], row: int, drawn: bool, settings: RoundSettings) -> DraftedTokens:
+    """Return the tokens that were drafted in a row. drawn: whether they were drawn from distributions."""
+    return DraftedTokens(
+        tokens=results["tokens"][:, row].tolist(),
+        ids=results["ids"][:, row].copy() if drawn else None,
+        probs=results["probs"][:, row].copy() if drawn else None,
+        alternatives=results["alternatives"][:, row].copy() if settings.alternatives else None,
+        runs_last=settings.runs_last,
+        reads_states=settings.reads_states,
+    )
+
+
+def _read_coded(results: dict[str, np.ndarray], sequence: int, words: int) -> CodedBitmap:
+    """Return a sequence's announcement as the round has coded it. words: of a row."""
+    flags = np.ascontiguousarray(results["flags"][sequence, :, :words])
+    values = results["values"][sequence, : results["value_counts"][sequence]]
+    return CodedBitmap(flags.tobytes() + values.tobytes(), int(results["checksums"][sequence]) % (1 << 64))
