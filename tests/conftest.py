@@ -2,6 +2,9 @@
 
 import os
 
+# Threads of OpenMP that wait for one another sleep: several processes share the cores, and one that spins holds up all.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 if not torch.cuda.is_available():  # before any kernel is imported: Triton's run in its interpreter

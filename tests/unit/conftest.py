@@ -33,7 +33,7 @@ settings.register_profile("specahead", derandomize=True, deadline=None, database
 settings.load_profile("specahead")
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -179,7 +179,7 @@ def test_norms_over_all_heads_are_refused(tmp_path: Path) -> None:
 GAMMA = 4
 SAMPLED = Sampling(0.8, seed=3)
 SETTINGS = target_settings(
-    **{"model": str(models.TARGET), "gamma": GAMMA, "device": "cpu", "dtype": "float32", "threads": 2},
+    **{"model": str(models.TARGET), "gamma": GAMMA, "device": "cpu", "dtype": "float32", "threads": 1},
     **{"kv_tokens": 8192, "max_context": 1300, "tensor_parallel_size": 2},
 )
 PLAN = bundled_plan()
