@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from specahead.engine.model.head_config import is_head
 from specahead.sparsity.served_plan import load_served_plan
 from specahead.wire.access import Guard
 from specahead.wire.server import start_server
-from specahead.wire.streams import run_together
+from specahead.wire.tasks import meanwhile, run_together
 
 if TYPE_CHECKING:
     from orchestrator.cluster.fleet import RayPlacement
@@ -175,7 +175,7 @@ async def run(
         lines = Lines(directories.values(), access.peers)
         informing = [keep_drafts_informed(lines, directories["target"])] if placement else []
         async with (
-            _meanwhile(*informing),
+            meanwhile(*informing),
             serve_clients(config, access, directories, lines) as (grpc_address, http_address, frontend),
         ):
             stop_on_signals()
@@ -210,18 +210,6 @@ def _put(directories: Directories, name: str, address: str) -> None:
     directory = directories[side_of(name)]
     if name in directory.addresses:
         directory.put(name, address)
-
-
-@contextlib.asynccontextmanager
-async def _meanwhile(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run endless work while the context lasts."""
-    tasks = [asyncio.create_task(item) for item in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _call_on_signals(stop: Callable[[], object]) -> None:

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.api.answers import Answer, Event
 from orchestrator.sessions.generation import Chunk
 from specahead.wire.errors import ServiceError
+from specahead.wire.tasks import end_tasks
 
 _REFUSAL_SECONDS = 0.25  # that the status line waits, so that an early refusal gets its HTTP code
 KEEP_ALIVE_SECONDS = 5.0
@@ -34,7 +35,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
-            await _end(self._first)
+            await end_tasks(self._first)
             await self._chunks.aclose()
 
 
@@ -46,17 +47,10 @@ async def open_stream(answer: Answer, chunks: AsyncGenerator[Chunk]) -> EventStr
         if first.done():
             first.result()
     except BaseException:
-        await _end(first)
+        await end_tasks(first)
         await chunks.aclose()
         raise
     return EventStream(answer, first, chunks)
-
-
-async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _events(
@@ -84,7 +78,7 @@ async def _events(
     except ServiceError as error:
         yield _event_text(answer.failure(error))
     finally:
-        await _end(pending)
+        await end_tasks(pending)
     yield answer.final_event
 
 
@@ -102,4 +96,4 @@ async def unless_left(request: Request, work: Awaitable[T]) -> T | None:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        await _end(*tasks)
+        await end_tasks(*tasks)

@@ -13,7 +13,8 @@ import grpc
 
 from orchestrator.cluster.service_status import ControlLine
 from specahead.wire.errors import ClusterError
-from specahead.wire.streams import BEAT_SECONDS, PATIENCE, run_together
+from specahead.wire.streams import BEAT_SECONDS, PATIENCE
+from specahead.wire.tasks import end_tasks, run_together
 
 if TYPE_CHECKING:
     from orchestrator.cluster.fleet import RayPlacement
@@ -59,9 +60,7 @@ async def _watch_services(
                 watches.pop(name).result()
             await asyncio.sleep(BEAT_SECONDS)
     finally:
-        for watch in watches.values():
-            watch.cancel()
-        await asyncio.gather(*watches.values(), return_exceptions=True)
+        await end_tasks(*watches.values())
 
 
 async def _watch_service(

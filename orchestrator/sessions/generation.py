@@ -27,6 +27,7 @@ from orchestrator.text.tokenizing import work_on_text
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import InvalidArgument, NotFound, ServiceError, Unavailable
 from specahead.wire.messages import Commit, FinishReason
+from specahead.wire.tasks import meanwhile
 
 
 @dataclass(frozen=True)
@@ -166,19 +167,14 @@ class Frontend:
             except Exception as error:  # raised below, in the caller's task
                 arrived.put_nowait(error)
 
-        tasks = [asyncio.create_task(run(record, choice)) for choice, record in enumerate(records)]
-        unfinished = len(tasks)
-        try:
+        unfinished = len(records)
+        async with meanwhile(*(run(record, choice) for choice, record in enumerate(records))):
             while unfinished:
                 item = await arrived.get()
                 if isinstance(item, Exception):
                     raise item
                 unfinished -= item.finish_reason is not FinishReason.NONE
                 yield replace(item, text="", tokens=[], completion_tokens=0) if request.only_echoes else item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
         shown = _ShownText(self.tokenizer, request, record.asked.sampling.min_tokens)

@@ -30,6 +30,7 @@ from specahead.wire.errors import (
     error_from_code,
 )
 from specahead.wire.messages import At, Closed, Commit, FinishReason
+from specahead.wire.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +119,7 @@ class Router:
                 tasks = {stream: task for stream, task in tasks.items() if not task.done()}
                 await self._directory.changed()
         finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await end_tasks(*tasks.values())
 
     def _usable(self) -> dict[str, TargetStream]:
         """Return the targets that take sessions, by name."""

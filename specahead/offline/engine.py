@@ -28,7 +28,7 @@ from specahead.config import Config
 from specahead.wire.access import read_peer_access
 from specahead.wire.errors import Unavailable
 from specahead.wire.server import OnReady
-from specahead.wire.streams import run_together
+from specahead.wire.tasks import end_tasks, run_together
 from target_service.service import run as run_target
 
 _END_SECONDS = 10.0  # that services take to end, at most
@@ -143,5 +143,4 @@ async def _running(run: Run) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
             task.result()
         yield ready.result(), task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)

@@ -21,6 +21,7 @@ from specahead.config.resolve import read_values
 from specahead.offline.engine import Engine
 from specahead.offline.sampling import Output, SamplingParams
 from specahead.wire.errors import InvalidArgument, ServiceError
+from specahead.wire.tasks import end_tasks
 
 Model = str | PathLike[str]
 Prompt = str | Sequence[int]
@@ -130,9 +131,7 @@ async def _answer_all(
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
 
 async def _prepared(frontend: Frontend, request: GenerationRequest, prompt: str | list[int], rendered: bool) -> Record:

@@ -14,6 +14,7 @@ import grpc
 from specahead.wire.errors import Unavailable
 from specahead.wire.messages import Beat
 from specahead.wire.outbox import Outbox
+from specahead.wire.tasks import end_tasks, run_together
 
 BEAT_SECONDS = 1.0
 PATIENCE = 8  # beats that may be missed
@@ -58,25 +59,10 @@ async def exchange(
         # gRPC cannot end a call properly in the middle of a write, which gets a second to finish.
         outbox.close()
         await asyncio.wait([sender], timeout=1.0)
-        sender.cancel()
-        await asyncio.gather(sender, return_exceptions=True)
+        await end_tasks(sender)
 
 
 async def read_frames(call: grpc.aio.StreamStreamCall) -> AsyncIterator[Any]:
     """Yield the frames of a call, by read(): gRPC forbids mixing it with iteration on one call."""
     while (frame := await call.read()) is not grpc.aio.EOF:
         yield frame
-
-
-async def run_together(*work: Awaitable[object]) -> None:
-    """Run work side by side until a part of it ends, then cancel the others; raise what the first one raised."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if task in done:
-            task.result()
