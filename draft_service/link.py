@@ -81,11 +81,8 @@ async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter:
         except grpc.aio.AioRpcError as error:
             state.refusal = error.details() or "" if error.code() in _REFUSALS else ""
             reason = f"{error.code().name} {error.details()}"
-            if reason != last or state.attached:  # a target that is not there yet is dialled many times
-                if error.code() is grpc.StatusCode.UNAVAILABLE and not state.attached:
-                    log.info("waiting until the target listens", extra={"target": state.target})
-                else:
-                    log.warning("no stream to the target", extra={"target": state.target, "reason": reason})
+            if state.attached or reason != last:  # a target that is not there yet is dialled many times
+                _log_broken(state, error.code(), reason)
             last = reason
         except (ServiceError, TimeoutError) as error:
             log.warning("stream to %s ended: %s", state.target, str(error) or "it does not answer the handshake")
@@ -94,6 +91,14 @@ async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter:
         finally:
             state.attached = ""
         await asyncio.sleep(_REDIAL_SECONDS)
+
+
+def _log_broken(state: LinkState, code: grpc.StatusCode, reason: str) -> None:
+    """Log that a target cannot be reached, or that its stream has broken."""
+    if code is grpc.StatusCode.UNAVAILABLE and not state.attached:
+        log.info("waiting until the target listens", extra={"target": state.target})
+    else:
+        log.warning("no stream to the target", extra={"target": state.target, "reason": reason})
 
 
 async def _speculate(

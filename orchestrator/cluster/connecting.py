@@ -25,29 +25,35 @@ async def wait_until_connected(
     deadline = loop.time() + (seconds or math.inf)
     has_draft = any(side_of(name) == "draft" for name in services)
     while True:
-        statuses: dict[str, ServiceStatus] = {}
-        troubles: dict[str, grpc.aio.AioRpcError] = {}
-        for name, line in dict(services).items():
-            try:
-                statuses[name] = await line.status()
-            except grpc.aio.AioRpcError as error:
-                troubles[name] = error
-        targets = [status for name, status in statuses.items() if side_of(name) == "target"]
-        ready = [target for target in targets if target.attached or not has_draft]
+        statuses, errors = await _ask(services)
+        targets = {name: status for name, status in statuses.items() if side_of(name) == "target"}
+        ready = [target for target in targets.values() if target.attached or not has_draft]
         if ready and router.connected:
             return ready
         addresses = read_addresses()
-        words = [_in_words(name, addresses[name], error) for name, error in troubles.items()]
+        words = [_in_words(name, addresses[name], error) for name, error in errors.items()]
         refusals = [status.refusal for status in statuses.values() if status.refusal and has_draft]
-        if any(error.code() is grpc.StatusCode.UNAUTHENTICATED for error in troubles.values()):
+        if any(error.code() is grpc.StatusCode.UNAUTHENTICATED for error in errors.values()):
             refusals += words
-        if refusals and not any(target.attached for target in targets):
+        if refusals and not any(target.attached for target in targets.values()):
             raise ClusterError(refusals[0])
         if loop.time() > deadline:
-            there = ", ".join(addresses[name] for name in statuses if side_of(name) == "target")
+            there = ", ".join(addresses[name] for name in targets)
             alone = f"the target at {there} answers, and no draft is attached to it"
             raise ClusterError(f"not connected within {seconds:g} s: {'; '.join(words) or alone}")
         await asyncio.sleep(0.05)
+
+
+async def _ask(services: Mapping[str, ControlLine]) -> tuple[dict[str, ServiceStatus], dict[str, grpc.aio.AioRpcError]]:
+    """Ask each service for its status; return the statuses of those that answer, and the errors of the others."""
+    statuses: dict[str, ServiceStatus] = {}
+    errors: dict[str, grpc.aio.AioRpcError] = {}
+    for name, line in dict(services).items():
+        try:
+            statuses[name] = await line.status()
+        except grpc.aio.AioRpcError as error:
+            errors[name] = error
+    return statuses, errors
 
 
 def _in_words(name: str, address: str, error: grpc.aio.AioRpcError) -> str:

@@ -253,29 +253,35 @@ class _ShownText:
         return self._finder.found
 
     def push(self, commit: Commit) -> tuple[str, Commit]:
-        """Return the text of a round, and the round, which ends with the token that completes a stop string, if there
-        is one."""
-        tokens, shown_text = commit.tokens, ""
-        ended = commit.finish_reason is not FinishReason.NONE
+        """Return the text of a round, and the round, cut behind the token that completes a stop string if one does."""
         hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the last token
-        shown = tokens[:-1] if hidden else tokens
+        shown = commit.tokens[:-1] if hidden else commit.tokens
+        ended = commit.finish_reason is not FinishReason.NONE
         if not self._has_stops:
             text = self._detokenizer.push(shown)
             return text + self._detokenizer.finish() if ended else text, commit
-        for count in range(1, len(tokens) + 1):
-            last = ended and count == len(tokens)
-            text = self._detokenizer.push(shown[count - 1 : count])
-            if last:
-                text += self._detokenizer.finish()
-            self._tokens += 1
-            text, stopped = self._finder.push(text, self._tokens > self._min_tokens)
-            if last and not stopped:
-                text += self._finder.finish()  # it might have begun a stop string
+        shown_text = ""
+        for count in range(1, len(commit.tokens) + 1):
+            is_last = ended and count == len(commit.tokens)
+            text, stopped = self._push_token(shown[count - 1 : count], is_last)
             shown_text += text
             if stopped:
-                logprobs, reason = commit.logprobs[:count], FinishReason.STOP
-                return shown_text, replace(commit, tokens=tokens[:count], logprobs=logprobs, finish_reason=reason)
+                tokens, logprobs = commit.tokens[:count], commit.logprobs[:count]
+                return shown_text, replace(commit, tokens=tokens, logprobs=logprobs, finish_reason=FinishReason.STOP)
         return shown_text, commit
+
+    def _push_token(self, token: list[int], is_last: bool) -> tuple[str, bool]:
+        """Return the text that can be shown with one more token, and whether a stop string ends it. token: empty if it
+        is not shown.
+        """
+        text = self._detokenizer.push(token)
+        if is_last:
+            text += self._detokenizer.finish()
+        self._tokens += 1
+        text, stopped = self._finder.push(text, self._tokens > self._min_tokens)
+        if is_last and not stopped:
+            text += self._finder.finish()  # it might have begun a stop string
+        return text, stopped
 
 
 def _last(chunk: Chunk, record: Record, sent: int) -> Chunk:

@@ -74,21 +74,19 @@ def _read_metrics(text: str) -> tuple[dict[str, dict[str, float]], dict[str, dic
     ints."""
     figures: dict[str, dict[str, float]] = {}
     services: dict[str, dict[str, Any]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name, labels = sample.name.removeprefix("specahead:"), sample.labels
-            value = int(sample.value) if sample.value.is_integer() else sample.value
-            if name == "service_info":
-                about = {key: labels[key] for key in ("side", "address", "version")}
-                services[labels["service"]] = {"model": labels["model_name"]} | about
-            elif name == "service_up":
-                services[labels["service"]]["up"] = value
-            elif name == "service_attached":
-                services[labels["service"]]["attached"] = value
-            elif name == "service_state":
-                services[labels["service"]][labels["name"]] = value
-            elif set(labels) == {"model_name"}:
-                figures.setdefault(labels["model_name"], {})[name] = value
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    for sample in samples:
+        name, labels = sample.name.removeprefix("specahead:"), sample.labels
+        value = int(sample.value) if sample.value.is_integer() else sample.value
+        if name == "service_info":
+            about = {key: labels[key] for key in ("side", "address", "version")}
+            services[labels["service"]] = {"model": labels["model_name"]} | about
+        elif name in ("service_up", "service_attached"):
+            services[labels["service"]][name.removeprefix("service_")] = value
+        elif name == "service_state":
+            services[labels["service"]][labels["name"]] = value
+        elif set(labels) == {"model_name"}:
+            figures.setdefault(labels["model_name"], {})[name] = value
     return figures, services
 
 

@@ -51,12 +51,14 @@ async def run_step_loop(
 ) -> None:
     """Plan a step, execute it in a thread, finish it; sleep while there is nothing to plan. Runs until cancelled.
 
-    wake: set by whoever brings new work. step_timeout: seconds after which a step counts as hung; as no thread can be
-    ended, the process is, with status HUNG. sends_first: whether what a step gave is sent before the next one is
-    planned, else while that one runs: then the model waits less for the host, and the other end for some tenths of a
-    millisecond more. survives_failures: whether `fail_step` is asked where `execute` raised; else, and where it returns
-    False, the loop raises that error. warm_up_more: returns what to run in the thread while there is nothing to plan,
-    to be ready for a kind of step before it is planned; None: nothing.
+    wake: set by whoever brings new work.
+    step_timeout: seconds after which a step counts as hung. Threads cannot be ended: the process is, with status HUNG.
+    sends_first: whether what a step gave is sent before the next step is planned. Otherwise it is sent while that step
+        runs: the model waits less for the host, and the other end waits some tenths of a millisecond longer.
+    survives_failures: whether `fail_step` is asked after `execute` raised. If not, or if it returns False, the loop
+        raises that error.
+    warm_up_more: called while there is nothing to plan; returns what the thread is to run so that a further kind of
+        step is ready before it is planned, None for nothing.
 
     Raises what `plan_step`, `finish_step` or `warm_up_more` raises, since the state is no longer known to be right; an
     error after which the device cannot be used (`is_fatal`); RuntimeError if MOST_FAILURES steps in a row failed.
@@ -66,30 +68,34 @@ async def run_step_loop(
         while True:
             wake.clear()
             step = steps.plan_step()
-            if step is None and (warm_up := warm_up_more()) is not None:
-                await _in_thread(pool, step_timeout, warm_up)
-                continue
             if step is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(steps.next_deadline()):
-                        await wake.wait()
+                if (warm_up := warm_up_more()) is not None:
+                    await _in_thread(pool, step_timeout, warm_up)
+                else:
+                    await _wait(wake, steps.next_deadline())
                 continue
             try:
                 result = await _in_thread(pool, step_timeout, steps.execute, step)
             except Exception as error:
-                failures += 1
                 if is_fatal(error) or not survives_failures or not steps.fail_step(step, error):
                     log.error("a model step failed, which ends the service: %s", describe(error))
                     raise
+                failures += 1
                 if failures == MOST_FAILURES:
-                    raise RuntimeError(
-                        f"{failures} model steps failed in a row, the last with {describe(error)}"
-                    ) from error
+                    reason = f"{failures} model steps failed in a row, the last with {describe(error)}"
+                    raise RuntimeError(reason) from error
                 continue
             failures = 0
             steps.finish_step(step, result)
             if sends_first:
                 await asyncio.sleep(0)
+
+
+async def _wait(wake: asyncio.Event, seconds: float | None) -> None:
+    """Wait for new work, at most this long; None: without end."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await wake.wait()
 
 
 def preparation_of(runners: Sequence[Runner], on_end: Callable[[], None]) -> Callable[[], None] | None:
