@@ -112,15 +112,12 @@ class Committer:
         session, key = item.session, item.session.key
         if self._fails(session, output):
             return
-        reader, verdict = session.reading.reader, output.verdict
-        assert verdict is not None
+        reader = session.reading.reader
         if reader is not None:
             if item.input.follows is not None:
                 reader.read_all(len(session.tokens))
             reader.finish(output)
-        if self._hooks.judge is not None:
-            accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
-            verdict, output.alternative = (accepted, following), alternative if alternative >= 0 else None
+        verdict = self._verdict(item, output)
         commit, known = commit_round(item, output, verdict, seen.seconds, self._plan, self._kv, queued)
         self._auditor.note_round(item, output, verdict[0])
         if item.drafting_cost:
@@ -133,6 +130,23 @@ class Committer:
             self._settle(committed)
         else:
             self._unsettled.append(committed)
+        self._go_on(committed, key, known)
+
+    def _verdict(self, item: VerifyRound, output: SequenceOutput) -> tuple[int, int]:
+        """Return how many tokens of a round are accepted, and the token after them: the step's, or a benchmark's."""
+        assert output.verdict is not None
+        if self._hooks.judge is None:
+            return output.verdict
+        accepted, following, alternative = self._hooks.judge(item, self._runner.vocab_size)
+        output.alternative = alternative if alternative >= 0 else None
+        return accepted, following
+
+    def _go_on(self, committed: _Committed, key: tuple[int, int], known: bool) -> None:
+        """End a session that has its last tokens; otherwise tell its draft of the round, or have it go on alone.
+
+        key: the session's, before the round was committed. known: whether the draft knows the round.
+        """
+        item, commit, session = committed.item, committed.commit, committed.item.session
         if commit.finish_reason is not FinishReason.NONE:
             self._protocol.end(session)
             if not item.screens:  # else it ends once these tokens are confirmed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.api.http_gateway import make_app
-from orchestrator.api.http_requests import allow_origins, guard_http, hosts_of, open_paths
+from orchestrator.api.http_requests import GuardedHttp, allow_origins, hosts_of, open_paths
 from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.api.welcome import welcome
 from orchestrator.cluster.autoscaling import Autoscaler
@@ -91,7 +91,7 @@ async def serve_clients(
         responses = started.enter_context(_stored_responses(clients.http))
         app = make_app(frontend, partial(read_statuses, services), read_addresses, responses)
         hosts = hosts_of(clients.host, clients.http.allowed_hosts)
-        guarded = guard_http(app, access.callers, open_paths(clients), frontend, access.proxies, hosts)
+        guarded = GuardedHttp(app, access.callers, open_paths(clients), frontend, access.proxies, hosts)
         shared = allow_origins(guarded, clients.allowed_origins)
         http = serve_http(shared, clients.host, clients.port, connections, access.client_tls)
         http_address = await started.enter_async_context(http)

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from specahead.config.garbage import no_garbage_collected
 from specahead.wire.access import bearer_of
 from specahead.wire.errors import InvalidArgument, ServiceError
 
+Send = Callable[[Any], Awaitable[None]]
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 Headers = list[tuple[str, str]]
 
@@ -78,64 +80,71 @@ def allow_origins(app: Asgi, allowed: str) -> Asgi:
     )
 
 
-def guard_http(
-    app: Asgi,
-    callers: Callers,
-    open_to_all: Collection[str],
-    frontend: Frontend,
-    proxies: Proxies,
-    hosts: Collection[str] | None = None,
-) -> Asgi:
-    """Wrap an ASGI application so that paths outside `open_to_all` need a key.
+@dataclass(frozen=True)
+class GuardedHttp:
+    """An ASGI application behind the checks that every request passes.
 
-    Requests that generate count against the key's limits. Those that every target would refuse are refused here, before
-    they are parsed, so that many of them cost running requests little. Each request gets an id, from its own header or
-    a new one, which its answer repeats; refusals are answered and reported. hosts: as `hosts_of` returns them.
+    Each request gets an id, from its own header or a new one, which its answer repeats. Requests that generate count
+    against the key's limits. Those that every target would refuse are refused here, before they are parsed, so that
+    many of them cost running requests little. Refusals are answered and reported.
     """
 
-    def enter(scope: Any, headers: Headers, entered: ExitStack) -> None:
-        """Count a request until `entered` ends. Raises ServiceError if it is refused."""
-        _check_host(headers, hosts)
-        if scope["path"] in open_to_all:
-            return
-        given = dict(headers)
-        caller = callers.admit(bearer_of(given.get("authorization", "")) or given.get("x-api-key", ""))
-        callers.locate(proxies.client_of((scope.get("client") or ("",))[0], headers))
-        if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
-            entered.enter_context(caller.request())
-            frontend.check_room()
+    app: Asgi
+    callers: Callers
+    open_to_all: Collection[str]
+    """The paths that need no key."""
+    frontend: Frontend
+    proxies: Proxies
+    hosts: Collection[str] | None = None
+    """The names by which it may be called, as `hosts_of` returns them."""
 
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await app(scope, receive, send)
+            return await self.app(scope, receive, send)
         if scope["method"] == "OPTIONS":
             return await Response(status_code=204, headers={"Allow": "GET, HEAD, POST, OPTIONS"})(scope, receive, send)
         if scope["method"] == "HEAD" and scope["path"] not in _ENDLESS:
             scope = scope | {"method": "GET"}  # uvicorn keeps the body back
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         name = scope.setdefault("state", {})["request_id"] = _request_id(headers)
-        frontend.observer.follow(headers)
-
-        async def send_with_id(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                answered = MutableHeaders(scope=message)
-                answered["x-request-id"] = name
-                if scope["path"].startswith(PATH):
-                    answered["request-id"] = name  # Anthropic's name of it
-            await send(message)
-
+        self.frontend.observer.follow(headers)
+        send = _sending_id(name, scope["path"], send)
         with ExitStack() as entered:
             try:
-                enter(scope, headers, entered)
+                self._enter(scope, headers, entered)
             except ServiceError as error:
-                frontend.observer.report(error, request=name)
+                self.frontend.observer.report(error, request=name)
                 while (await receive()).get("more_body"):  # a client may read an answer only after sending all
                     pass
                 response = error_answer(scope["path"], error, error.http_code)
-                return await response(scope, receive, send_with_id)
-            await app(scope, receive, send_with_id)
+                return await response(scope, receive, send)
+            await self.app(scope, receive, send)
 
-    return answer
+    def _enter(self, scope: Any, headers: Headers, entered: ExitStack) -> None:
+        """Count a request until `entered` ends. Raises ServiceError if it is refused."""
+        _check_host(headers, self.hosts)
+        if scope["path"] in self.open_to_all:
+            return
+        given = dict(headers)
+        caller = self.callers.admit(bearer_of(given.get("authorization", "")) or given.get("x-api-key", ""))
+        self.callers.locate(self.proxies.client_of((scope.get("client") or ("",))[0], headers))
+        if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
+            entered.enter_context(caller.request())
+            self.frontend.check_room()
+
+
+def _sending_id(name: str, path: str, send: Send) -> Send:
+    """Return what sends the answer to a request at a path, with the request's id in its headers."""
+
+    async def send_with_id(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answered = MutableHeaders(scope=message)
+            answered["x-request-id"] = name
+            if path.startswith(PATH):
+                answered["request-id"] = name  # Anthropic's name of it
+        await send(message)
+
+    return send_with_id
 
 
 def error_answer(path: str, error: ServiceError, http_code: int, headers: Mapping[str, str] | None = None) -> Response:

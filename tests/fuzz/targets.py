@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from orchestrator.api.grpc_gateway import _request_from_pb
 from orchestrator.api.http_gateway import make_app
-from orchestrator.api.http_requests import guard_http
+from orchestrator.api.http_requests import GuardedHttp
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
 from orchestrator.requests.chat_request import ChatRequest
@@ -284,7 +284,7 @@ def gateway() -> Target:
         return {"target": None, "draft": None}
 
     app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"})
-    guarded = guard_http(app, Callers([]), (), frontend, Proxies())
+    guarded = GuardedHttp(app, Callers([]), (), frontend, Proxies())
     loop = asyncio.new_event_loop()
 
     async def ask(data: bytes) -> int:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from orchestrator.api.http_gateway import make_app
-from orchestrator.api.http_requests import OPEN, allow_origins, guard_http, hosts_of
+from orchestrator.api.http_requests import OPEN, GuardedHttp, allow_origins, hosts_of
 from orchestrator.api.http_server import Connections, serve_http
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
@@ -147,7 +147,7 @@ async def running_gateway(
     frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
     app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"}, responses)
     hosts = hosts_of("127.0.0.1", allowed_hosts)
-    app = guard_http(app, callers, OPEN, frontend, Proxies(""), hosts)
+    app = GuardedHttp(app, callers, OPEN, frontend, Proxies(""), hosts)
     app = allow_origins(app, allowed_origins)
     async with serve_http(app, "127.0.0.1", 0, connections or Connections(100)) as address:
         yield address

@@ -199,7 +199,6 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
     """Bring the inputs of a round to the device."""
     buffers.inputs.begin()
     host = buffers.inputs.host
-    host["temperature"][:], host["top_p"][:], host["least"][:] = 0, 1, 0
     if shape.ruled:
         _lay_out_rules(host, shape, requests)
     if shape.branches > 1:
@@ -209,21 +208,34 @@ def lay_out_round(buffers: Buffers, shape: RoundShape, requests: list[RoundReque
         lay_out_rows(host, [(item.kv, item.tokens) for item in requests], starts=starts)
         if "state_windows" in host:
             lay_out_windows(host, requests, starts)
+    _lay_out_sampling(host, shape, requests)
+    if shape.announces:
+        _lay_out_announced(host, requests)
+    if shape.chained:
+        _lay_out_outcomes(host, requests)
+    else:
+        _lay_out_numbers(host, shape, requests)
+    buffers.inputs.send()
+
+
+def _lay_out_sampling(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
+    """Write how the tokens of each branch are drawn."""
+    host["temperature"][:], host["top_p"][:], host["least"][:] = 0, 1, 0
     for i, item in enumerate(requests):
         rows = slice(i * shape.branches, (i + 1) * shape.branches)
         host["temperature"][rows], host["top_p"][rows] = item.temperature, item.top_p
         host["least"][rows] = item.min_p
         if item.top_k:
             host["least"][rows, item.top_k :] = 2  # which no token has
+
+
+def _lay_out_announced(host: dict[str, np.ndarray], requests: list[RoundRequest]) -> None:
+    """Write the blocks that each sequence's last announcement had, from which the next one differs."""
+    for i, item in enumerate(requests):
         if item.announce is not None:
             host["announced"][i] = 0
             if item.announce.before is not None:
                 host["announced"][i, :, : item.announce.before.shape[1]] = item.announce.before.view(np.int64)
-    if shape.chained:
-        _lay_out_outcomes(host, requests)
-    else:
-        _lay_out_numbers(host, shape, requests)
-    buffers.inputs.send()
 
 
 def _lay_out_numbers(host: dict[str, np.ndarray], shape: RoundShape, requests: list[RoundRequest]) -> None:
