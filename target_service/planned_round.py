@@ -20,15 +20,7 @@ def plan_round(
     sessions of the step confirm.
     """
     screening, base = session.screening, len(session.tokens)
-    confirms_alone = screening is not None and is_confirmed(session, screening, len(proposed))
-    screens = screening is not None and confirms is Confirms.NO and not confirms_alone
-    # Beside sessions that screen it lists everything, to run in their pass, and weighs that at no further cost, unless
-    # it runs in a pass apart.
-    weighs = confirms is not Confirms.YES
-    if screening is not None and screening.deterministic and confirms is Confirms.NO:
-        weighs = screening.is_to_weigh
-    read = _plan_read(session, proposal, len(proposed), screens, weighs)
-    screens &= read is not None and not read.reads_all
+    read, screens = _plan_read(session, proposal, len(proposed), confirms)
     supports = proposal.supports if proposal is not None else []
     held: list[int] = []
     if screening is not None and not screens:
@@ -91,15 +83,24 @@ def plan_end_of_prompt(session: TargetSession, proposal: Proposal | None, propos
 
 
 def _plan_read(
-    session: TargetSession, proposal: Proposal | None, proposed: int, screens: bool, weighs: bool
-) -> SparseRead | None:
-    """Return what a round reads; None is everything. The first round of a screened session reads everything, so that
-    its first tokens are sent at once, and so do rounds that confirm. weighs: whether such a round is to weigh what it
-    reads.
+    session: TargetSession, proposal: Proposal | None, proposed: int, confirms: Confirms
+) -> tuple[SparseRead | None, bool]:
+    """Return what a round reads, None for everything, and whether it screens.
+
+    The first round of a screened session reads everything, so that its first tokens are sent at once, and so do rounds
+    that confirm. Beside sessions that screen such a round lists everything, to run in their pass, and weighs that at no
+    further cost.
     """
-    if session.reading.reader is None:
-        return None
+    reader, screening = session.reading.reader, session.screening
+    if reader is None:
+        return None, False
     base, announced = len(session.tokens), session.draft.announced.get(session.key)
     selection = announced if proposal is not None and session.next_round.sparse else None
-    everything = session.screening is not None and not screens
-    return session.reading.reader.read(selection, base, base + proposed, everything, weighs)
+    if screening is None:
+        return reader.read(selection, base, base + proposed, weighs=confirms is not Confirms.YES), False
+    may_screen = confirms is Confirms.NO and not is_confirmed(session, screening, proposed)
+    weighs = confirms is not Confirms.YES
+    if screening.deterministic and confirms is Confirms.NO:
+        weighs = screening.is_to_weigh  # it runs in a pass apart
+    read = reader.read(selection, base, base + proposed, everything=not may_screen, weighs=weighs)
+    return read, may_screen and read is not None and not read.reads_all
