@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -121,31 +121,43 @@ async def run(
     plan = load_served_plan(settings.plan_file, settings.budget, *settings.pair)
     if chooses_blocks and plan.sparse_layers:
         raise PlanError(f"{settings.plan}: {settings.model} chooses blocks by itself, and takes no plan: leave it out")
-    has_head = drafts_by_head(settings)
-    if not plan.is_calibrated and settings.has_draft and not chooses_blocks and not has_head:
-        log.warning(UNCALIBRATED)
-    if plan.dense_layers and settings.host_kv_memory and not chooses_blocks:
-        log.warning("the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU")
+    for warning in _warnings_of(settings, plan, chooses_blocks):
+        log.warning(warning)
     log.info("loading the model", extra={"model": settings.model})
     opened, beside = open_models(settings, plan.group_size)
+    hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
+    _check_fits(settings, plan, opened, beside, hello)
+    if not settings.max_context:
+        settings = replace(settings, max_context=opened.shape.max_position_embeddings)
+    keep_loaded()  # frees the garbage of loading, before graphs take memory
+    drafter = None if beside is None else parts.drafter(beside.runner, plan, settings.own_draft, beside.grammars)
+    await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, drafter, parts)
+
+
+def _warnings_of(settings: TargetSettings, plan: Plan, chooses_blocks: bool) -> Iterator[str]:
+    """Yield what a plan costs these settings. chooses_blocks: whether the target's own attention does."""
+    if chooses_blocks:
+        return
+    if not plan.is_calibrated and settings.has_draft and not drafts_by_head(settings):
+        yield UNCALIBRATED
+    if plan.dense_layers and settings.host_kv_memory:
+        yield "the plan reads layers wholly: with --host-kv-memory each step brings whole sequences to the GPU"
+
+
+def _check_fits(
+    settings: TargetSettings, plan: Plan, opened: OpenedModel, beside: OpenedModel | None, hello: Hello
+) -> None:
+    """Raise PlanError if the plan is for another target, or if a draft in this process does not fit the target."""
     planned = plan.target_layers, plan.target_kv_heads
     actual = opened.shape.num_layers, opened.shape.num_kv_heads
     if planned != actual:
         raise PlanError(
             f"{settings.plan} is for a target of (layers, KV heads) {planned}, {settings.model} has {actual}"
         )
-    hello = make_hello(settings, plan, opened.shape.vocab_size, opened.tokenizer_hash)
-    if (
-        beside is not None
-        and not has_head
-        and (mismatch := draft_hello(settings.own_draft, plan, beside).mismatch(hello))
-    ):
+    if beside is None or drafts_by_head(settings):
+        return
+    if mismatch := draft_hello(settings.own_draft, plan, beside).mismatch(hello):
         raise PlanError(f"draft and target do not fit: {mismatch}")
-    if not settings.max_context:
-        settings = replace(settings, max_context=opened.shape.max_position_embeddings)
-    keep_loaded()  # frees the garbage of loading, before graphs take memory
-    drafter = None if beside is None else parts.drafter(beside.runner, plan, settings.own_draft, beside.grammars)
-    await serve(settings, opened.runner, plan, hello, on_ready, opened.grammars, drafter, parts)
 
 
 def _of_choosing_model(settings: TargetSettings) -> TargetSettings:

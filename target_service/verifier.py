@@ -101,25 +101,29 @@ class Verifier:
 
     def warm_up(self) -> None:
         """Prepare the runner for the steps of plain, exact and approximate sessions."""
-        reads: list[SparseRead | None] = [None]
-        any_length = replace(self.plan, least_tokens=0)
-        reader = Reader(any_length)
-        nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
-        read = reader.read(nothing, 1, 1 + self.settings.most_drafted)
-        reads += [] if read is None else [read]
-        if self.runner.leaves_states and read is not None:
-            reads.append(replace(reader, is_announced=False).read(None, 1, 1))
-        screened: list[SparseRead | None] = []
-        if self.settings.most_held:
-            reader = screening_reader(self.plan, self.settings.self_read_share)
-            reads.append(reader.read(None, 1, 1))
-            reader.finish(SequenceOutput())  # its first round reads everything, as confirming ones do
-            screened.append(reader.read(None, 1, 1))
-        if self._drafting is not None:
-            reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
+        reads, screening = self._kinds_of_reads()
         self.runner.warm_up_prompts(self.settings.prefill_chunk)
         own_gammas = [] if self._drafting is None else self.policy.options.gammas
-        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, screened, self.settings.screens_lightly)
+        self.runner.warm_up(reads, self.settings.max_sessions, own_gammas, screening, self.settings.screens_lightly)
+
+    def _kinds_of_reads(self) -> tuple[list[SparseRead | None], list[SparseRead | None]]:
+        """Return one read of each kind that rounds have, and of those that screen; None reads everything."""
+        reads: list[SparseRead | None] = [None]
+        reader = Reader(replace(self.plan, least_tokens=0))
+        nothing = BlockSelection.of_nothing(reader.announced_rows, self.plan.num_blocks(1))
+        if (read := reader.read(nothing, 1, 1 + self.settings.most_drafted)) is not None:
+            reads.append(read)
+            if self.runner.leaves_states:
+                reads.append(replace(reader, is_announced=False).read(None, 1, 1))
+        screening: list[SparseRead | None] = []
+        if self.settings.most_held:
+            screener = screening_reader(self.plan, self.settings.self_read_share)
+            reads.append(screener.read(None, 1, 1))
+            screener.finish(SequenceOutput())  # its first round reads everything, as confirming ones do
+            screening.append(screener.read(None, 1, 1))
+        if self._drafting is not None:
+            reads.append(self._drafting.read(self._drafting.new_memory(), 1, 0))
+        return reads, screening
 
     @property
     def reads_short_prompts(self) -> bool:
