@@ -12,15 +12,15 @@ def check_plots() -> None:
         raise ValueError("plots need matplotlib, which is not installed: pip install 'specahead[lab]'")
 
 
-def make_figure(*titles: str, width: float = 6.4, height: float = 4.2) -> tuple[Any, list[Any]]:
-    """Return a figure and an axis for each title, side by side. width, height: of each axis, in inches."""
+def make_figure(*titles: str) -> tuple[Any, list[Any]]:
+    """Return a figure and an axis for each title, side by side."""
     check_plots()
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (width * len(titles), height)
+    size = (6.4 * len(titles), 4.2)  # inches
     figure, (axes,) = pyplot.subplots(1, len(titles), figsize=size, squeeze=False, layout="constrained")
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, loc="left", fontsize=11, fontweight="bold")

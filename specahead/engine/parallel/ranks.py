@@ -61,13 +61,13 @@ class Ranks:
         each = count // self.count
         return slice(self.rank * each, (self.rank + 1) * each)
 
-    def widened(self, own: Tensor, dim: int) -> Tensor:
-        """Return a tensor of all ranks' heads with this rank's own values and 0 elsewhere. dim: that of its heads."""
+    def widened(self, own: Tensor) -> Tensor:
+        """Return a tensor [_, _, heads of all ranks, …] with this rank's own values and 0 elsewhere."""
         if self.is_alone:
             return own
-        shape = [size * self.count if at == dim else size for at, size in enumerate(own.shape)]
-        wide = own.new_zeros(shape)
-        wide.narrow(dim, self.rank * own.shape[dim], own.shape[dim]).copy_(own)
+        rows, sequences, heads, *rest = own.shape
+        wide = own.new_zeros(rows, sequences, heads * self.count, *rest)
+        wide[:, :, self.rank * heads : (self.rank + 1) * heads] = own
         return wide
 
 

@@ -189,5 +189,5 @@ def _leave_results(
     indices = given["indices"]
     if fetched is not None:  # a void pass will run again
         indices = indices.masked_fill(fetched.overflow > 0, -1)
-    remembered, read = Remembered(given["memory"], indices), model.kv.ranks.widened(read_weights, 2)
+    remembered, read = Remembered(given["memory"], indices), model.kv.ranks.widened(read_weights)
     remember_weights(remembered, all_lists, all_counts, read, given["blocks"], shape.read.decay, backend)

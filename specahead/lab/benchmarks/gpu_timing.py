@@ -11,6 +11,7 @@ import torch
 from specahead.lab.results import Columns, describe, describe_run, text_table, write_json
 
 AWAKE = 0.1  # seconds of work before the clocks of an idle GPU are up
+COPIES = 20
 
 
 def graph_milliseconds(work: Callable[[], object], repeats: int) -> float:
@@ -48,23 +49,23 @@ def copy_bandwidth() -> float:
     """Return the bytes that copies of 4 GiB on the device read and write a second: the bound of memory-bound work."""
     source = torch.empty(2**30, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / copy_milliseconds(source, target, 20) * 1e3
+    return 2 * source.nbytes / copy_milliseconds(source, target) * 1e3
 
 
-def copy_milliseconds(source: torch.Tensor, target: torch.Tensor, copies: int) -> float:
-    """Return the milliseconds of one copy among many in a row. A source on the host must be pinned.
+def copy_milliseconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return the milliseconds of one copy among COPIES in a row. A source on the host must be pinned.
 
     Not in a graph: there a copy on the device becomes a memcpy node, which ran at two thirds of the speed on an H200.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(copies):
+    for _ in range(COPIES):
         target.copy_(source, non_blocking=True)
     begin.record()
-    for _ in range(copies):
+    for _ in range(COPIES):
         target.copy_(source, non_blocking=True)
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / copies
+    return begin.elapsed_time(end) / COPIES
 
 
 @dataclass(frozen=True)

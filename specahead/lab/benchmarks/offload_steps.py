@@ -110,7 +110,7 @@ def link_rate(store: Store, device: torch.device) -> float:
     source = source[: LINK_COPY // source.element_size()]
     target = torch.empty_like(source, device=device)
     if device.type == "cuda":
-        return 1e3 * source.nbytes / copy_milliseconds(source, target, 20)
+        return 1e3 * source.nbytes / copy_milliseconds(source, target)
     began = time.perf_counter()
     target.copy_(source)
     return source.nbytes / (time.perf_counter() - began)

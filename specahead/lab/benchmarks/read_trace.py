@@ -91,9 +91,9 @@ class ReadTrace:
         return replace(self, session=session)
 
 
-def load_reads(file: Path = READS) -> list[ReadTrace]:
-    """Return the traces of a file, the widest share first. Raises FileNotFoundError."""
-    with open_traces(file) as content:
+def load_reads() -> list[ReadTrace]:
+    """Return the traces of READS, the widest share first. Raises FileNotFoundError."""
+    with open_traces(READS) as content:
         traces = []
         for name in content.files:
             if f"{name} facts" in content.files:
@@ -103,7 +103,7 @@ def load_reads(file: Path = READS) -> list[ReadTrace]:
         return traces
 
 
-def about_reads(file: Path = READS) -> dict[str, str]:
-    """Return how the traces of a file were made. Raises FileNotFoundError."""
-    with open_traces(file) as content:
+def about_reads() -> dict[str, str]:
+    """Return how the traces of READS were made. Raises FileNotFoundError."""
+    with open_traces(READS) as content:
         return json.loads(content["about"].tobytes())

@@ -12,12 +12,10 @@ from specahead.kernels.paged_attention import Batch, paged_attention, weights_of
 
 
 @torch.inference_mode()
-def forward_attending(
-    runner: ModelRunner, sequence: SequenceKV, tokens: list[int], attend: Attend, logits: bool = True
-) -> Tensor:
+def forward_attending(runner: ModelRunner, sequence: SequenceKV, tokens: list[int], attend: Attend) -> Tensor:
     """Run tokens behind a sequence by `attend`, over what lies in the KV's own pages; write their KV.
 
-    Returns the logits of all tokens, or of none, [tokens, vocab] float32. For methods that look at a layer's queries
+    Returns the logits of all tokens [tokens, vocab] float32. For methods that look at a layer's queries
     before they choose, and for weights on blocks. Raises OutOfPages before anything has changed.
     """
     kv = runner.kv
@@ -25,19 +23,17 @@ def forward_attending(
     at = np.arange(sequence.length, sequence.length + len(tokens))
     slots = sequence.table()[at // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + at % PAGE_SIZE
     ids, positions, written = (torch.as_tensor(each, device=runner.device) for each in (tokens, at, slots))
-    rows = None if logits else torch.empty(0, dtype=torch.int64, device=runner.device)
-    given = runner.decoder.run(PassTokens(ids, positions, written), kv, attend, rows)
+    logits = runner.decoder.run(PassTokens(ids, positions, written), kv, attend)
     sequence.length += len(tokens)
-    return given.float()
+    return logits.float()
 
 
 def forward_weighing(
-    runner: ModelRunner, sequence: SequenceKV, tokens: list[int], block_size: int, emitting: int, logits: bool = True
+    runner: ModelRunner, sequence: SequenceKV, tokens: list[int], block_size: int, emitting: int
 ) -> tuple[Tensor, Tensor]:
     """Run tokens behind a sequence densely, and let the last `emitting` of them give their weights on blocks.
 
-    Returns the logits of all tokens, or of none, [tokens, vocab] float32, and the weights [layers, emitting, heads,
-    blocks] float32.
+    Returns the logits of all tokens [tokens, vocab] float32, and the weights [layers, emitting, heads, blocks] float32.
     """
     length, device, given = sequence.length + len(tokens), runner.device, list[Tensor]()
     lengths, starts = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([length], [0, len(tokens)]))
@@ -49,4 +45,4 @@ def forward_weighing(
         given.append(weights_of_last_queries(batch, block_size, emitting)[0])
         return paged_attention(batch, backend=default_backend(device))
 
-    return forward_attending(runner, sequence, tokens, attend, logits), torch.stack(given)
+    return forward_attending(runner, sequence, tokens, attend), torch.stack(given)
