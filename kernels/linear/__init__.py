@@ -3,7 +3,8 @@
 A layer of up to MOST_ROWS rows takes about as long as its weight takes to read:
 
     up to MOST_ROWS rows              `few_rows`: tensor cores, over weights of 16 bits, 8 or 4
-    more rows, weights of 8 bits      `many_rows`: inputs are rounded to 8 bits as well, then the activation by itself
+    to MOST_ROUNDED, weights of 8     `few_rows`, over inputs that are rounded to 8 bits as well
+    more rows, weights of 8 bits      `many_rows`: inputs are rounded as well, then the activation by itself
     more rows, weights in groups      `many_rows`: the weights of a layer in 16 bits, then the activation by itself
     more rows, a CPU, other shapes    torch (cuBLAS), then the activation by itself
 
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from specahead.kernels.backends import Backend
 from specahead.kernels.gated_activation import silu_and_multiply
-from specahead.kernels.linear.few_rows import MOST_ROWS, few_rows_linear, takes
+from specahead.kernels.linear.few_rows import MOST_ROUNDED, MOST_ROWS, few_rows_linear, takes
 from specahead.kernels.linear.grouped import GROUPS, GroupedWeight, group_weight, split_words
-from specahead.kernels.linear.many_rows import many_rows_linear
+from specahead.kernels.linear.many_rows import many_rows_linear, round_rows
 from specahead.kernels.linear.weights import BLOCK, EightBitWeight, LinearWeight, hold, quantize
 from specahead.kernels.rms_norm import add_rms_norm, add_scaled
 
@@ -90,6 +91,11 @@ def linear(
         return few_rows_linear(x, small, weight.bias, gated, in_parts, backend, dtype)
     if backend == "triton" and takes(x):
         return few_rows_linear(x, weight.values, weight.bias, gated, in_parts, backend, weight.dtype)
+    if backend == "triton" and isinstance(weight.values, EightBitWeight) and takes(x, MOST_ROUNDED):
+        rounded, scales = round_rows(x, backend)
+        return few_rows_linear(
+            rounded, weight.values, weight.bias, gated, in_parts, backend, weight.dtype, x_scales=scales
+        )
     assert not gated or (weight.bias is None and not in_parts)
     if isinstance(weight.values, Tensor):
         out = F.linear(x.to(weight.dtype), weight.values, weight.bias)

@@ -190,12 +190,35 @@ def test_many_rows_over_8_bits(rows: int, outputs: int, inputs: int, biased: boo
         check(out, exactly(read, weight), 6)
 
 
+@pytest.mark.parametrize(("rows", "outputs", "parts"), [(70, 40, 2), (few_rows.MOST_ROUNDED, 33, 1)])
+def test_rounded_rows_over_8_bits(rows: int, outputs: int, parts: int) -> None:
+    """A layer alone, and two as gate and up."""
+    x, biased = random(rows, 256), held_in_eight_bits(outputs, 256, DTYPE, biased=True)
+    pair, (values, scales) = held_in_eight_bits(2 * outputs, 256, DTYPE), round_rows(x)
+    for backend in BACKENDS:
+        for weight, gated in ((biased, False), (pair, True)):
+            out = few_rows.few_rows_linear(
+                values,
+                weight.values,
+                weight.bias,
+                gated,
+                in_parts=not gated,
+                backend=backend,
+                dtype=DTYPE,
+                tuning=cut_in(1 if gated else parts),
+                x_scales=scales,
+            )
+            assert out.shape == ((2, rows, outputs) if out.dim() == 3 else (rows, outputs))
+            check(out.sum(0) if out.dim() == 3 else out, exactly(read_in_eight_bits(x), weight, gated))
+
+
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1, few_rows.MOST_ROUNDED + 1])
 def test_a_layer_held_in_8_bits_goes_by_its_rows(rows: int, gated: bool) -> None:
     weight, x = held_in_eight_bits(64, 256, DTYPE if rows <= MOST_ROWS else torch.bfloat16), random(rows, 256)
     x = x.to(weight.dtype)
-    computes = DEVICE == "cuda" or rows <= MOST_ROWS or not gated  # the interpreter has no arithmetic of bfloat16
+    # The interpreter has no arithmetic of bfloat16.
+    computes = DEVICE == "cuda" or rows <= few_rows.MOST_ROUNDED or not gated
     for backend in BACKENDS if computes else ["torch"]:
         out = linear(x, weight, backend, gated)
         read = x if rows <= MOST_ROWS else read_in_eight_bits(x)
