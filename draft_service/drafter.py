@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,15 @@ from draft_service.admission import Admission
 from draft_service.outcomes import ALTERNATIVES, BESIDE
 from draft_service.proposals import send_round, take_round
 from draft_service.sessions import DraftedRound, DraftSession, TargetPeer
-from draft_service.steps import DraftStep, DraftStepResult, Work, find_work, plan_chained_rounds, plan_draft_step
+from draft_service.steps import (
+    Choose,
+    DraftStep,
+    DraftStepResult,
+    Work,
+    find_work,
+    plan_chained_rounds,
+    plan_draft_step,
+)
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
 from specahead.engine.steps.device_clock import DeviceClock
@@ -146,15 +154,15 @@ class Drafter:
 
     # Steps.
 
-    def plan_step(self, may_read: Callable[[str], bool] = lambda session: True) -> DraftStep | None:
+    def plan_step(self, choose: Choose = lambda sessions: sessions) -> DraftStep | None:
         """Apply the events that have come and return the next step, None if there is nothing to do.
 
-        may_read: says whether the prompt of a session, by its name, may be read now. The pages that the step writes are
-        reserved; when they run out, sessions give way.
+        choose: which prompts may be read now. The pages that the step writes are reserved; when they run out, sessions
+        give way.
         """
         self._apply_inbox()
         self._tell_load()
-        while (work := self._find_work(may_read)) is not None:
+        while (work := self._find_work(choose)) is not None:
             step = plan_draft_step(work, self.plan, self._settings, self.runner.kv, self._parts_read)
             if self.runner.kv.reserve(step.work):
                 self._parts_read += bool(step.inputs)
@@ -162,23 +170,24 @@ class Drafter:
             self.admission.preempt_youngest()
         return None
 
-    def plan_chained_rounds(self, places: Mapping[str, int], may_read: Callable[[str], bool]) -> DraftStep | None:
+    def plan_chained_rounds(self, places: Mapping[str, int], choose: Choose) -> DraftStep | None:
         """Apply the events that have come, and return the rounds to launch after a step of the target that judges the
         present ones; None if there is something else to do, or no room.
 
-        places: the place of each session in that step, by name. may_read: as of plan_step.
+        places: the place of each session in that step, by name. choose: as of plan_step.
         """
         self._apply_inbox()
         self._tell_load()
-        if self.overlaps or self._find_work(may_read) is not None:
+        if self.overlaps or self._find_work(choose) is not None:
             return None
-        step = plan_chained_rounds(self.admission.sessions, places, self.plan)
+        drafting = [session for session in self.admission.sessions if not session.is_reading]
+        step = plan_chained_rounds(drafting, places, self.plan)
         return step if step is not None and self.runner.kv.reserve(step.work) else None
 
-    def _find_work(self, may_read: Callable[[str], bool]) -> Work | None:
+    def _find_work(self, choose: Choose) -> Work | None:
         sessions = self.admission.sessions
         foresight = 0.0 if len(sessions) == 1 else _FORESIGHT  # a draft's only session holds up no other
-        return find_work(sessions, foresight, self.overlaps, self._settings, may_read)
+        return find_work(sessions, foresight, self.overlaps, choose)
 
     def next_deadline(self) -> float | None:
         """Return None: new work comes with events only."""

@@ -21,6 +21,7 @@ from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds between two trials of overlap where outcomes are seldom met
+_CATCHING_UP = 2  # rounds whose tokens may be unread before a session counts as reading its prompt
 _NEWEST = 1 / 8  # weight of the newest verdict in running means
 
 
@@ -190,6 +191,11 @@ class DraftSession:
         if self.present is None or self.present.selection is None:
             return self.reference
         return (self.at.epoch, self.at.round), self.present.selection
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has to read its prompt, or more than a few rounds have committed, before it drafts."""
+        return len(self.tokens) - self.kv.length > _CATCHING_UP * (self.terms.most_gamma + 1)
 
     @property
     def has_states(self) -> bool:

@@ -28,8 +28,9 @@ from specahead.sparsity.rounds import announcement_request
 from specahead.wire.messages import Ready
 from specahead.wire.selection_codec import NamedSelection
 
+# Chooses which of the sessions that have a prompt to read, in order of their arrival, read in the next step.
+Choose = Callable[[list[DraftSession]], list[DraftSession]]
 LEAST_PART = 2048  # tokens of prompts that a step with rounds reads, where there is as much to read
-CATCHING_UP = 2  # rounds whose tokens may be unread before a session counts as reading its prompt
 
 
 @dataclass(frozen=True)
@@ -87,22 +88,14 @@ class Work:
     """Sessions with a prompt to read."""
 
 
-def find_work(
-    sessions: list[DraftSession],
-    foresight: float,
-    overlaps: bool,
-    settings: DraftSettings,
-    may_read: Callable[[str], bool],
-) -> Work | None:
+def find_work(sessions: list[DraftSession], foresight: float, overlaps: bool, choose: Choose) -> Work | None:
     """Return what there is to do; None if there is nothing.
 
     foresight: share of verdicts that a session must have foreseen for its next round to be drafted before the verdict.
-    overlaps: whether rounds are drafted before the verdict at all. may_read: says whether the prompt of a session, by
-    its name, may be read now.
+    overlaps: whether rounds are drafted before the verdict at all.
     """
-    most_unread = CATCHING_UP * (settings.most_drafted + 1)
-    reading = [each for each in sessions if len(each.tokens) - each.kv.length > most_unread and may_read(each.id)]
-    read = [each for each in sessions if len(each.tokens) - each.kv.length <= most_unread and each.has_states]
+    reading = choose([each for each in sessions if each.is_reading])
+    read = [each for each in sessions if not each.is_reading and each.has_states]
     due = [
         session
         for session in read

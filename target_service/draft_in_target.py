@@ -10,16 +10,20 @@ import time
 from dataclasses import dataclass
 
 from draft_service.drafter import Drafter
-from draft_service.sessions import TargetPeer
+from draft_service.sessions import DraftSession, TargetPeer
 from draft_service.steps import DraftStep, DraftStepResult, PlannedRound
 from specahead.engine.steps.device_chain import Imposed
 from specahead.engine.steps.outputs import RoundsUnderWay
 from specahead.wire.errors import InvalidArgument
 from specahead.wire.messages import Decline, DraftEvent, Load, Resync, TargetEvent
 from target_service.device_chain import DraftedRound, take_proposals
+from target_service.prompts import LEAST_PART
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from target_service.verify_step import VerifyResult, VerifyStep
+
+TOGETHER = 2  # later turns whose prompts the draft reads at once
+MOST_HELD = 0.5  # seconds from a turn's first token, after which it waits for no other turn
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class StepsByTurns:
         self._drafts_next = True
         self._spoke = False  # one of them to the other, since a step was looked for
         self._launched: tuple[DraftStep, Launched] | None = None
+        self._turns_began = 0.0  # when the draft had last read prompts of later turns, by time.monotonic
         self._judged = 0.0  # when the last launched step of the target had ended, by time.perf_counter
         self._chains = verifier.runner.chains_rounds and drafter.runner.chains_rounds
         if self._chains:
@@ -103,12 +108,12 @@ class StepsByTurns:
             self._spoke = False
             order = (self.drafter, self.verifier) if self._drafts_next else (self.verifier, self.drafter)
             for owner in order:
-                step = self.verifier.plan_step() if owner is self.verifier else self.drafter.plan_step(self._may_read)
+                step = self.verifier.plan_step() if owner is self.verifier else self.drafter.plan_step(self._choose)
                 if step is not None:
                     self._drafts_next = owner is self.verifier
                     return LaunchRounds(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
             if not self._spoke:  # else the one may have something to do by what the other said
-                return None
+                return self.drafter.plan_step(self._read_by_target)  # no turn is held while nothing runs
 
     def _can_launch(self, step: DraftStep) -> bool:
         """Return whether a target's step may judge the rounds of a draft's step while they run."""
@@ -150,14 +155,40 @@ class StepsByTurns:
         if any(item.input.draft_row is None or item.is_void for item in judging.rounds):
             return None
         places = {item.session.id: row for row, item in enumerate(judging.rounds)}
-        return self.drafter.plan_chained_rounds(places, self._may_read)
+        return self.drafter.plan_chained_rounds(places, self._choose)
 
-    def _may_read(self, session: str) -> bool:
-        """Return whether the draft may read a session's prompt now: after the target has read it, and only while no
-        short prompt waits for the target, since its first token would come later.
+    def _read_by_target(self, waiting: list[DraftSession]) -> list[DraftSession]:
+        running = self.verifier.admission.running
+        return [each for each in waiting if each.id in running and running[each.id].unread <= 0]
+
+    def _choose(self, waiting: list[DraftSession]) -> list[DraftSession]:
+        """Return which prompts the draft reads now: those that the target has read, and none while a short prompt waits
+        for the target, since its first token would come later.
+
+        It reads TOGETHER later turns at once, and the next ones after the time that the target took to read one. Turns
+        that begin to generate together also end together. So their clients pause at the same time, and their next
+        prompts come at the same time, of which each waits until those before it are read.
         """
-        judged = self.verifier.admission.running.get(session)
-        return judged is not None and judged.unread <= 0 and not self.verifier.reads_short_prompts
+        if self.verifier.reads_short_prompts:
+            return []
+        read = self._read_by_target(waiting)
+        turns = [each for each in read if self._begins_turn(each)]
+        if not turns:
+            return read
+        spacing = self.verifier.admission.running[turns[0].id].pace.prompt_seconds
+        held = turns if time.monotonic() - self._turns_began < spacing else turns[TOGETHER:]
+        return [each for each in read if each not in held]
+
+    def _begins_turn(self, session: DraftSession) -> bool:
+        """Return whether a session is a later turn that has its first token and no more, has a short rest of its prompt
+        to be read by the draft, and has waited for that for less than MOST_HELD.
+        """
+        judged = self.verifier.admission.running.get(session.id)
+        if judged is None or judged.round != 1 or 2 * judged.pace.prompt_tokens >= judged.asked.prompt_tokens:
+            return False
+        is_short = len(session.pending) <= self.verifier.settings.prefill_chunk // LEAST_PART
+        since = judged.stats.waiting_since
+        return is_short and (since is None or time.monotonic() - since < MOST_HELD)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""
@@ -198,6 +229,8 @@ class StepsByTurns:
             case DraftStep(), DraftStepResult():
                 if step.inputs:
                     self.verifier.pacing.note_draft_reading(self.drafter.reading.take())
+                    if any(self._begins_turn(each) for each in step.reading):
+                        self._turns_began = time.monotonic()
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():
                 # While rounds run, the step that judges them is launched first: the device waits for that, and sending

@@ -100,8 +100,10 @@ class Pacing:
         lasts = [session.pace.last_gamma for session in self._sessions.values()]
         others = sum(last >= 0 for last in lasts)
         is_typical = lasts.count(kind.gamma) >= (ALIKE if kind.gamma else 1) * others
-        for session, count in step.prompt_tokens:
+        read = step.prompt_tokens
+        for session, count in read:
             session.pace.prompt_tokens += count
+            session.pace.prompt_seconds += seconds * count / sum(tokens for _, tokens in read)
         return StepSeen(now, load, kind, disturbed, is_typical, seconds, len(step.rounds))
 
     def note(self, item: VerifyRound, commit: Commit, seen: StepSeen, alternative: bool) -> None:

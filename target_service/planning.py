@@ -94,15 +94,16 @@ class StepPlanner:
     def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
         """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass.
 
-        After a step that read much of short ones, the next one that has rounds reads none. Otherwise all sessions would
-        wait for the last of several turns, end together, and send their next turns together.
+        After a step that read much of short ones while a long one waits, the next one that has rounds reads none, so
+        that sessions go on meanwhile.
         """
         if step.rounds and self._gives_way:
             self._gives_way = False
             return
         deterministic, chunk = self._runner.deterministic, self._settings.prefill_chunk
         shared = share_prompts(reading, chunk, bool(step.rounds), self._parts_read)
-        self._gives_way = MUCH < sum(share for _, share in shared) <= chunk // LEAST_PART
+        longest = max((session.unread for session in reading), default=0)
+        self._gives_way = MUCH < sum(share for _, share in shared) <= chunk // LEAST_PART < longest
         self._parts_read += bool(shared)
         for session, share in shared:
             if is_followed_by_round(session, share, deterministic):

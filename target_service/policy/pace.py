@@ -46,6 +46,8 @@ class Pace:
     """Rounds with proposals after a pause that are still to come before they are judged."""
     prompt_tokens: int = 0
     """Tokens of its prompt that the target has read."""
+    prompt_seconds: float = 0.0
+    """Seconds of the target's steps that have read it: its share of each, by tokens."""
     last_gamma: int = -1
     """Tokens that were proposed in its last round; -1 before the first."""
     committed_at: float | None = None
