@@ -220,6 +220,7 @@ class Drafter:
             if is_here and (round_ is session.present or round_ is session.overlap):
                 send_round(session, round_, self.counters)
         for session in step.reading:
+            session.begun = True
             self.runner.kv.index_prefix(session.kv, session.tokens, session.committed)
 
     def fail_step(self, step: DraftStep, error: Exception) -> bool:

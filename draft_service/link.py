@@ -18,6 +18,7 @@ from specahead.wire.errors import ServiceError
 from specahead.wire.messages import Beat, DraftEvent, Hello
 from specahead.wire.outbox import Outbox
 from specahead.wire.streams import BEAT_SECONDS, PATIENCE, exchange, read_frames
+from specahead.wire.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class Links:
     async def close(self) -> None:
         """Drop all links, and wait until their streams have ended."""
         tasks = [task for _, task in self._links.values()]
-        self.set_targets(())
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._links.clear()
+        await end_tasks(*tasks)
 
 
 async def keep_link(state: LinkState, access: PeerAccess, hello: Hello, drafter: Drafter, wake: asyncio.Event) -> None:

@@ -146,6 +146,8 @@ class DraftSession:
     reference: NamedSelection | None = None
     """The selection that was announced for the round judged last."""
     statistics: VerdictStatistics = field(default_factory=VerdictStatistics)
+    begun: bool = False
+    """Whether the draft has read a part of its prompt."""
 
     @staticmethod
     def from_begin(
@@ -194,7 +196,7 @@ class DraftSession:
 
     @property
     def is_reading(self) -> bool:
-        """Whether it has to read its prompt, or more than a few rounds have committed, before it drafts."""
+        """Whether it has more to read before it drafts than a few rounds commit: its prompt, as a rule."""
         return len(self.tokens) - self.kv.length > _CATCHING_UP * (self.terms.most_gamma + 1)
 
     @property

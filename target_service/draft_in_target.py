@@ -66,7 +66,8 @@ class StepsByTurns:
         self._drafts_next = True
         self._spoke = False  # one of them to the other, since a step was looked for
         self._launched: tuple[DraftStep, Launched] | None = None
-        self._turns_began = 0.0  # when the draft had last read prompts of later turns, by time.monotonic
+        self._released: set[str] = set()  # later turns whose prompts the draft's next step may begin to read, by name
+        self._turns_began = 0.0  # when the draft had last begun to read such prompts, by time.monotonic
         self._judged = 0.0  # when the last launched step of the target had ended, by time.perf_counter
         self._chains = verifier.runner.chains_rounds and drafter.runner.chains_rounds
         if self._chains:
@@ -113,7 +114,9 @@ class StepsByTurns:
                     self._drafts_next = owner is self.verifier
                     return LaunchRounds(step) if isinstance(step, DraftStep) and self._can_launch(step) else step
             if not self._spoke:  # else the one may have something to do by what the other said
-                return self.drafter.plan_step(self._read_by_target)  # no turn is held while nothing runs
+                step = self.drafter.plan_step(self._read_by_target)  # no turn is held while nothing runs
+                if step is not None or not self._spoke:
+                    return step
 
     def _can_launch(self, step: DraftStep) -> bool:
         """Return whether a target's step may judge the rounds of a draft's step while they run."""
@@ -171,20 +174,25 @@ class StepsByTurns:
         """
         if self.verifier.reads_short_prompts:
             return []
-        read = self._read_by_target(waiting)
-        turns = [each for each in read if self._begins_turn(each)]
-        if not turns:
-            return read
-        spacing = self.verifier.admission.running[turns[0].id].pace.prompt_seconds
-        held = turns if time.monotonic() - self._turns_began < spacing else turns[TOGETHER:]
-        return [each for each in read if each not in held]
+        read, self._released = self._read_by_target(waiting), set()
+        turns = [each.id for each in read if self._begins_turn(each)]
+        if turns:
+            spacing = self.verifier.admission.running[turns[0]].pace.prompt_seconds
+            if time.monotonic() >= self._turns_began + spacing:
+                self._released.update(turns[:TOGETHER])
+        return [each for each in read if each.id in self._released or each.id not in turns]
 
     def _begins_turn(self, session: DraftSession) -> bool:
         """Return whether a session is a later turn that has its first token and no more, has a short rest of its prompt
-        to be read by the draft, and has waited for that for less than MOST_HELD.
+        to be read by the draft, which has not begun with it, and has waited for that for less than MOST_HELD.
         """
         judged = self.verifier.admission.running.get(session.id)
-        if judged is None or judged.round != 1 or 2 * judged.pace.prompt_tokens >= judged.asked.prompt_tokens:
+        if (
+            judged is None
+            or session.begun
+            or judged.round != 1
+            or 2 * judged.pace.prompt_tokens >= judged.asked.prompt_tokens
+        ):
             return False
         is_short = len(session.pending) <= self.verifier.settings.prefill_chunk // LEAST_PART
         since = judged.stats.waiting_since
@@ -229,7 +237,7 @@ class StepsByTurns:
             case DraftStep(), DraftStepResult():
                 if step.inputs:
                     self.verifier.pacing.note_draft_reading(self.drafter.reading.take())
-                    if any(self._begins_turn(each) for each in step.reading):
+                    if any(each.id in self._released for each in step.reading):
                         self._turns_began = time.monotonic()
                 self.drafter.finish_step(step, result)
             case VerifyStep(), VerifyResult():

@@ -63,16 +63,17 @@ class Pacing:
         self._captures_seen = 0
         self._draft_has_read = False  # in this process, prompts, since the last step
 
-    def choose_anew(self) -> None:
+    def choose_anew(self, admitted: Iterable[TargetSession]) -> None:
         """Choose how rounds are made, for all sessions that run, those that were admitted just now included."""
-        self.policy.choose(self._load(everyone=True))
+        beginning = sum(not session.pace.acceptance.chances for session in admitted)
+        self.policy.choose(self._load(everyone=True), beginning)
 
     def begin(self, session: TargetSession) -> None:
         """Set how a session's first round is made, unless it had one before it gave way. `choose_anew` comes before."""
         if session.screening is not None:
             session.screening.most = self.policy.plan.held
         if not session.pace.acceptance.chances:
-            session.pace.acceptance = self.policy.begin_session()
+            session.pace.acceptance = self.policy.new_acceptance()
             session.pace.next_round = self.policy.plan_of(session.pace, len(session.tokens), session.announces)
 
     def note_draft_reading(self, parts: Iterable[tuple[int, float]]) -> None:

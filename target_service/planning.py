@@ -94,8 +94,8 @@ class StepPlanner:
     def _plan_prompts(self, step: VerifyStep, reading: list[TargetSession]) -> None:
         """Add parts of prompts to a step. Where one is the last, the session's round follows in the same pass.
 
-        After a step that read much of short ones while a long one waits, the next one that has rounds reads none, so
-        that sessions go on meanwhile.
+        After a step that read many tokens of short prompts while a long prompt waits, the next step that has rounds
+        reads none, so that sessions go on meanwhile.
         """
         if step.rounds and self._gives_way:
             self._gives_way = False

@@ -194,7 +194,9 @@ class Verifier:
         for session in admitted:
             self._auditor.begin(session)
         if admitted:
-            self.pacing.choose_anew()  # once: it takes a millisecond, in which the device may have nothing to do
+            self.pacing.choose_anew(
+                admitted
+            )  # once: it takes a millisecond, in which the device may have nothing to do
         for session in admitted:
             self.pacing.begin(session)
             self.protocol.assign(session, wait=True)

@@ -9,8 +9,8 @@ number; inputs are not rounded. A word of four weights has one of each quarter o
 quarter stand side by side, and a lane takes whole words from shared memory, which is much faster than single bytes.
 
 More rows than MOST_ROWS are rounded to 8 bits as well, with a scale for each row: their products take half as long, and
-a program reads half as much of x. torch's own product (`many_rows`) does not cut inputs into parts: with 80 rows it
-takes 44 µs over 14,336 inputs of 4,096 outputs, where parts take 27 (one H200).
+a program reads half as much of x. torch's own product (`many_rows`) does not cut inputs into parts, so that 4,096
+outputs fill a part of a GPU.
 
 Weights with a scale for each group of inputs (GroupedWeight) lie alike, in words of four or of eight numbers. Products
 of a group are added up by themselves, and then scaled.
@@ -99,7 +99,8 @@ def few_rows_linear(
         if isinstance(weight, GroupedWeight)
         else default_tuning(rows, outputs, inputs, gated, in_parts, items.scales is not None)
     )
-    assert (takes(x) or x_scales is not None) and x.is_contiguous() and inputs % (tuning.parts * tuning.depth) == 0
+    assert takes(x) if x_scales is None else len(x) <= MOST_ROUNDED and inputs % BLOCK == 0
+    assert x.is_contiguous() and inputs % (tuning.parts * tuning.depth) == 0
     shape = (rows, outputs) if tuning.parts == 1 else (tuning.parts, rows, outputs)
     out = torch.empty(shape, dtype=(dtype or x.dtype) if tuning.parts == 1 else torch.float32, device=x.device)
     _few_rows_linear_kernel[(-(-outputs // tuning.columns), tuning.parts)](

@@ -2,7 +2,7 @@
 
 Weights in 8 bits with a scale for each output: inputs are rounded to e4m3 as well, with a scale for each row. On a GPU
 one launch rounds the inputs, and the product runs on its 8-bit tensor cores (torch._scaled_mm, rows scaled). A layer
-whose number of outputs these do not take, as a head that is cut to a tokenizer's ids, goes by slices of rows through
+whose number of outputs these do not take, as a head that is cut to a tokenizer's ids, goes in slices through
 `few_rows`, whose inputs are not rounded.
 
 Weights with a scale for each group of inputs are turned into 16 bits, one layer at a time, and torch multiplies these.

@@ -15,6 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import Send
 
 from orchestrator.api.answers import error_body, error_headers
 from orchestrator.api.messages_answer import PATH, messages_error
@@ -27,7 +28,6 @@ from specahead.config.garbage import no_garbage_collected
 from specahead.wire.access import bearer_of
 from specahead.wire.errors import InvalidArgument, ServiceError
 
-Send = Callable[[Any], Awaitable[None]]
 Asgi = Callable[[Any, Any, Any], Awaitable[None]]
 Headers = list[tuple[str, str]]
 

@@ -98,11 +98,8 @@ class Policy:
 
     # Sessions.
 
-    def begin_session(self) -> Acceptance:
-        """Take note that a session begins, for which `choose` was called before; return its acceptance: that of all
-        sessions, as a prior.
-        """
-        self.gains.begin_session()
+    def new_acceptance(self) -> Acceptance:
+        """Return the acceptance of a session that begins: that of all sessions, as a prior."""
         acceptance = self.gains.acceptance
         return acceptance.copy(SESSION_PRIOR if acceptance.judged[0] else 0)
 
@@ -162,9 +159,10 @@ class Policy:
             self._chosen = ended.now
             self.choose(load)
 
-    def choose(self, load: Load) -> None:
-        """Choose the plan of most tokens a second under a load, or one to try."""
+    def choose(self, load: Load, beginning: int = 0) -> None:
+        """Choose the plan of most tokens a second under a load, or one to try. beginning: its sessions that begin."""
         self._since, self.gains.sessions = 0, max(1, load.sessions)
+        self.gains.begin_sessions(beginning)
         at = self.costs.at(load)
         rates = self.gains.rates(self.options.plans(load), at)
         best = max(rates, key=rates.__getitem__)

@@ -19,8 +19,8 @@ RETRIED_PRIOR = 16  # judged rounds, at most, that the acceptance of all counts 
 class Gains:
     """What the rounds of all sessions have shown, and the tokens a second that plans are expected to bring by it.
 
-    Texts differ by much in how often they repeat themselves. So the last rounds decide what prompt lookup would bring,
-    and a session that begins brings that nearer to what it usually brings: its own text has not shown it yet.
+    Texts differ by much in how often they repeat themselves. So the last rounds decide what prompt lookup is expected
+    to bring. When a session begins, this moves towards what lookup usually brings: the new text has shown nothing yet.
     """
 
     def __init__(self, prior: float, positions: int, alternatives: Callable[[int], int]) -> None:
@@ -38,9 +38,9 @@ class Gains:
         # Of alternatives to rejected tokens.
         self._right = Acceptance([0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR)
 
-    def begin_session(self) -> None:
-        """Expect of one of the sessions that generate now what lookup usually brings."""
-        self.looked_up.approach(self._usually_looked_up, 1 / self.sessions)
+    def begin_sessions(self, count: int) -> None:
+        """Expect what lookup usually brings of so many of the sessions that generate now."""
+        self.looked_up.approach(self._usually_looked_up, count / self.sessions)
 
     def note_round(self, proposed: int, accepted: int, left_out: int) -> None:
         """Take note of a round with proposals. left_out: as in Acceptance.note."""

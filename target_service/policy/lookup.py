@@ -169,7 +169,7 @@ class LookedUp:
         self.tokens += max(newest, 1 / self.rounds) * (1 + judged.right + unreached - self.tokens)
 
     def approach(self, other: "LookedUp", share: float) -> None:
-        """Move the figures by a share of their distance to others."""
+        """Move the figures towards those of another by a share of the distance."""
         self.tokens += share * (other.tokens - self.tokens)
         self.goes_on += share * (other.goes_on - self.goes_on)
 

@@ -208,8 +208,16 @@ def test_rounded_rows_over_8_bits(rows: int, outputs: int, parts: int) -> None:
                 tuning=cut_in(1 if gated else parts),
                 x_scales=scales,
             )
-            assert out.shape == ((2, rows, outputs) if out.dim() == 3 else (rows, outputs))
+            in_parts = parts > 1 and not gated and backend == "triton"
+            assert out.shape == ((parts, rows, outputs) if in_parts else (rows, outputs))
             check(out.sum(0) if out.dim() == 3 else out, exactly(read_in_eight_bits(x), weight, gated))
+
+
+def test_a_layer_held_in_8_bits_is_cut_into_parts_for_rounded_rows() -> None:
+    x, weight = random(MOST_ROWS + 6, 1024), held_in_eight_bits(64, 1024, DTYPE)
+    out = linear(x, weight, "triton", in_parts=True)
+    assert out.shape[1:] == (MOST_ROWS + 6, 64) and len(out) > 1
+    check(out.sum(0), exactly(read_in_eight_bits(x), weight), 6)
 
 
 @pytest.mark.parametrize("gated", [False, True])

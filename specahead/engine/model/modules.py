@@ -62,7 +62,12 @@ class ModulesDecoder:
         logits_rows: Tensor | None = None,
         observe: Observe | None = None,
     ) -> Tensor:
-        """Run one pass, as `specahead.engine.model.decoder.Decoder.run` does; `observe` sees nothing of it."""
+        """Run one pass, as `specahead.engine.model.decoder.Decoder.run` does.
+
+        Raises NotImplementedError if there is something to observe the layers.
+        """
+        if observe is not None:
+            raise NotImplementedError("the layers of a transformers module can't be observed: a head needs a Decoder")
         if logits_rows is not None and not len(logits_rows):
             logits_rows = logits_rows.new_zeros(1)  # transformers takes no empty selection
         result = self.model(

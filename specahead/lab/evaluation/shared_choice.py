@@ -56,8 +56,8 @@ class ReadText:
         if self.chosen is None:
             return [torch.nan, torch.nan]
         chosen = self.chosen[first:]
-        hot = dict(zip(HOT_ROUNDS, hot_blocks(chosen), strict=True))
-        return [((chosen[1:] & ~hot[last]).sum() / chosen[1:].sum()).item() for last in (1, 4)]
+        masks = zip(HOT_ROUNDS, hot_blocks(chosen), strict=True)
+        return [((chosen[1:] & ~hot).sum() / chosen[1:].sum()).item() for last, hot in masks if last in (1, 4)]
 
 
 @dataclass(frozen=True)
