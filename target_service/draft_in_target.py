@@ -76,7 +76,7 @@ class StepsByTurns:
             running = verifier.admission.running
             drafter.admission.kv_of_target = lambda name: running[name].kv if name in running else None
         self._target = TargetPeer(self._tell_target)
-        self._draft = DraftPeer("draft in target", self._tell_draft)
+        self._draft = DraftPeer("draft in target", self._tell_draft, takes_turns=True)
         drafter.attach(self._target)
         verifier.protocol.attach(self._draft)
 

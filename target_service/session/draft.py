@@ -18,6 +18,8 @@ class DraftPeer:
     """Sends an event to it."""
     sessions: set[str] = field(default_factory=set)
     """The names of the sessions that it drafts for."""
+    takes_turns: bool = False
+    """Whether its steps and the target's take turns on one device, so that nothing else would run meanwhile."""
     other_sessions: int = 0
     """How many sessions it drafts for other targets, as it has said."""
 

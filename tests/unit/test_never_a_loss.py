@@ -3,6 +3,7 @@
 On virtual time, so that it repeats; `pytest -rP` prints what each load gains.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,6 +11,7 @@ import pytest
 
 from specahead.lab.benchmarks.scripted import VOCAB
 from specahead.wire.messages import Exactness
+from target_service.policy.lookup import FirstGuess, PromptLookup
 from target_service.verifier import Verifier
 from tests.unit import timed_models
 from tests.unit.clock import Clock
@@ -53,6 +55,21 @@ def test_many_sessions_lose_nothing_either(every_clock: Clock, context: int, acc
     first, *others = gains(TimedTarget(every_clock, 32, context, acceptance), 32, context, [EXACT])
     assert first >= 0.6
     assert most > sum(others) / len(others) >= LEAST - 0.01
+
+
+def test_a_session_alone_waits_for_its_draft_behind_what_lookup_brought(
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both take turns: it has little to catch up with, and a plain round meanwhile would bring a token."""
+
+    def guess(guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int, alone: bool) -> None:
+        guess.tokens = [1, 2, 3] if len(text) % 24 < 9 and room > 3 else []
+
+    monkeypatch.setattr(FirstGuess, "guess", guess)
+    served = TimedTarget(every_clock, 1, 1024, 0.8, gamma=2, lookup=True, hold=0)
+    gains(served, 1, 1024, [EXACT], runs=1)
+    counted = served.verifier.counters
+    assert counted["lookup_rounds"] > 10 and counted["plain_rounds"] <= 2
 
 
 def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
