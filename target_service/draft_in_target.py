@@ -161,6 +161,7 @@ class StepsByTurns:
         return self.drafter.plan_chained_rounds(places, self._choose)
 
     def _read_by_target(self, waiting: list[DraftSession]) -> list[DraftSession]:
+        """Return those of the draft's sessions whose prompts the target has read."""
         running = self.verifier.admission.running
         return [each for each in waiting if each.id in running and running[each.id].unread <= 0]
 
@@ -187,16 +188,12 @@ class StepsByTurns:
         to be read by the draft, which has not begun with it, and has waited for that for less than MOST_HELD.
         """
         judged = self.verifier.admission.running.get(session.id)
-        if (
-            judged is None
-            or session.begun
-            or judged.round != 1
-            or 2 * judged.pace.prompt_tokens >= judged.asked.prompt_tokens
-        ):
+        if judged is None or session.begun or judged.round != 1:
             return False
+        is_later = 2 * judged.pace.prompt_tokens < judged.asked.prompt_tokens  # most of its prompt was in the KV
         is_short = len(session.pending) <= self.verifier.settings.prefill_chunk // LEAST_PART
         since = judged.stats.waiting_since
-        return is_short and (since is None or time.monotonic() - since < MOST_HELD)
+        return is_later and is_short and (since is None or time.monotonic() - since < MOST_HELD)
 
     def next_deadline(self) -> float | None:
         """Return the seconds until a session's patience with the draft ends; None if none is waiting."""

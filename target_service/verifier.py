@@ -194,9 +194,8 @@ class Verifier:
         for session in admitted:
             self._auditor.begin(session)
         if admitted:
-            self.pacing.choose_anew(
-                admitted
-            )  # once: it takes a millisecond, in which the device may have nothing to do
+            # Once for all: it takes a millisecond, in which the device may have nothing to do.
+            self.pacing.choose_anew(admitted)
         for session in admitted:
             self.pacing.begin(session)
             self.protocol.assign(session, wait=True)

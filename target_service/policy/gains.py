@@ -39,7 +39,7 @@ class Gains:
         self._right = Acceptance([0.0], POOLED_NEWEST, prior_rounds=ALTERNATIVES_PRIOR)
 
     def begin_sessions(self, count: int) -> None:
-        """Expect what lookup usually brings of so many of the sessions that generate now."""
+        """Take note that `count` of the sessions that generate now begin: they get what lookup usually brings."""
         self.looked_up.approach(self._usually_looked_up, count / self.sessions)
 
     def note_round(self, proposed: int, accepted: int, left_out: int) -> None:
