@@ -7,7 +7,7 @@ from specahead.config.speculation import KV_CACHE_DTYPES, QUANTIZATIONS
 
 HELD = *QUANTIZATIONS, "fp8-blocks", "int4"  # the last two as checkpoints come, with a scale for 128 inputs
 # Of specahead.lab.benchmarks.shapes, which loads torch.
-SHAPES_HELP = "70b, 8b, 1b, 0.6b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"
+SHAPES_HELP = "70b, 8b, 1.5b, 1b, 0.6b, 0.5b, 30b-a3b, minicpm4-8b, tiny, or a model's folder or id"
 
 
 def add_stack_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +105,7 @@ def add_offload_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the pair of models that services are measured with, what is imposed on it, and how much it generates."""
-    sizes = ["8b", "1b", "0.6b", "0.5b", "tiny"]
+    sizes = ["8b", "1.5b", "1b", "0.6b", "0.5b", "tiny"]
     parser.add_argument("--target-shape", default="8b", choices=["70b", "30b-a3b", "minicpm4-8b", *sizes])
     heads = ["eagle3-8b", "eagle3-70b"]
     parser.add_argument(
