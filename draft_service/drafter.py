@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +20,7 @@ from draft_service.steps import (
     find_work,
     plan_chained_rounds,
     plan_draft_step,
+    tell_ready,
 )
 from specahead.config import DraftSettings
 from specahead.engine.sampling.grammars import Grammars
@@ -170,18 +171,26 @@ class Drafter:
             self.admission.preempt_youngest()
         return None
 
-    def plan_chained_rounds(self, places: Mapping[str, int], choose: Choose) -> DraftStep | None:
+    def plan_chained_rounds(
+        self, places: Mapping[str, int], running: Collection[str], choose: Choose
+    ) -> DraftStep | None:
         """Apply the events that have come, and return the rounds to launch after a step of the target that judges the
-        present ones; None if there is something else to do, or no room.
+        present ones; None if a prompt is to be read, or there is no room.
 
-        places: the place of each session in that step, by name. choose: as of plan_step.
+        places: where in that step each session's present round is judged, by name. running: the names of all sessions
+        in the step. Those whose rounds are not judged there are drafted for after it: the target has them wait from now
+        on. choose: as of plan_step.
         """
         self._apply_inbox()
         self._tell_load()
-        if self.overlaps or self._find_work(choose) is not None:
+        work = self._find_work(choose) or Work([], [])
+        # What a head reads, the target may still be writing.
+        if self.overlaps or work.reading or (work.due and self.runner.reads_states):
             return None
+        tell_ready(work.due)
+        due = [session for session in work.due if session.id not in running]
         drafting = [session for session in self.admission.sessions if not session.is_reading]
-        step = plan_chained_rounds(drafting, places, self.plan)
+        step = plan_chained_rounds(drafting, due, places, self.plan)
         return step if step is not None and self.runner.kv.reserve(step.work) else None
 
     def _find_work(self, choose: Choose) -> Work | None:

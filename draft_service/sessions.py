@@ -21,7 +21,9 @@ from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds between two trials of overlap where outcomes are seldom met
-_CATCHING_UP = 2  # rounds whose tokens may be unread before a session counts as reading its prompt
+# Tokens that may be unread before a session counts as reading its prompt: what a session lacks that went without a
+# draft for some rounds, and whose last page of KV was given back.
+_CATCHING_UP = 64
 _NEWEST = 1 / 8  # weight of the newest verdict in running means
 
 
@@ -197,7 +199,7 @@ class DraftSession:
     @property
     def is_reading(self) -> bool:
         """Whether it has more to read before it drafts than a few rounds commit: its prompt, as a rule."""
-        return len(self.tokens) - self.kv.length > _CATCHING_UP * (self.terms.most_gamma + 1)
+        return len(self.tokens) - self.kv.length > _CATCHING_UP
 
     @property
     def has_states(self) -> bool:

@@ -105,15 +105,17 @@ def find_work(sessions: list[DraftSession], foresight: float, overlaps: bool, ch
     return Work(due, reading) if due or reading else None
 
 
-def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache, number: int) -> DraftStep:
-    """Return the next step. Targets hear of sessions that are drafted for the first time (Ready).
-
-    number: of the step among those that read prompts.
-    """
-    for session in work.due:
+def tell_ready(sessions: Sequence[DraftSession]) -> None:
+    """Tell the targets of sessions that are drafted for from now on, but were not before."""
+    for session in sessions:
         if session.ready_due:
             session.ready_due = False
             session.peer.send(Ready(session.at))
+
+
+def plan_draft_step(work: Work, plan: Plan, settings: DraftSettings, kv: KVCache, number: int) -> DraftStep:
+    """Return the next step. number: of the step among those that read prompts."""
+    tell_ready(work.due)
     parts = _share_reading(work, settings, number)
     for session in (*work.due, *parts):
         if session.moved is not None and session.present is None:  # a verdict cut it short: not worth moving
@@ -200,18 +202,24 @@ def _request(
     )
 
 
-def plan_chained_rounds(sessions: Sequence[DraftSession], places: Mapping[str, int], plan: Plan) -> DraftStep | None:
+def plan_chained_rounds(
+    sessions: Sequence[DraftSession], due: Sequence[DraftSession], places: Mapping[str, int], plan: Plan
+) -> DraftStep | None:
     """Return the rounds to launch after a step of the target in this process that judges the present ones.
 
-    places: of the sessions in that step, by name. Returns None if the host has to see one of the verdicts first. A
-    session that ends with the step in any case has no round.
+    places: where in that step each session's present round is judged, by name. due: other sessions, whose next rounds
+    follow no step that runs. Returns None if the host has to see one of the verdicts first. A session that ends with
+    the step in any case has no round.
     """
-    if not all(session.id in places and _needs_no_host(session) for session in sessions):
+    judged = [session for session in sessions if session.id in places]
+    if not all(map(_needs_no_host, judged)) or any(map(_has_rules, due)):
         return None
-    continuing = [session for session in sessions if session.committed + 1 < session.terms.max_length]
-    gamma = max((session.gamma for session in continuing), default=0)
+    continuing = [session for session in judged if session.committed + 1 < session.terms.max_length]
+    gamma = max((session.gamma for session in (*continuing, *due)), default=0)
     rounds = [_plan_chained_round(session, places[session.id], plan, gamma) for session in continuing]
-    return DraftStep(rounds, [], []) if rounds else None
+    if not rounds:
+        return None
+    return DraftStep([*rounds, *(_plan_round(session, plan, gamma) for session in due)], [], [])
 
 
 def _needs_no_host(session: DraftSession) -> bool:
@@ -219,7 +227,12 @@ def _needs_no_host(session: DraftSession) -> bool:
     if session.present is None or session.overlap is not None or session.moved is not None:
         return False
     begins = session.kv.length >= session.present.drafted.proposed  # a head runs all tokens again that may be accepted
-    return begins and session.terms.rules is None and session.terms.grammar is None
+    return begins and not _has_rules(session)
+
+
+def _has_rules(session: DraftSession) -> bool:
+    """Return whether the host changes the logits that a session's tokens are drawn from."""
+    return session.terms.rules is not None or session.terms.grammar is not None
 
 
 def _plan_chained_round(session: DraftSession, place: int, plan: Plan, gamma: int) -> PlannedRound:

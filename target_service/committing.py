@@ -161,7 +161,7 @@ class Committer:
     def _settle(self, committed: _Committed) -> None:
         """Tell a session's owner of a committed round, take note of it, and set how the next one is made."""
         item, commit, session = committed.item, committed.commit, committed.item.session
-        if committed.told is not None:
+        if committed.told is not None and self._admission.is_open(session):  # else it was aborted meanwhile
             session.asked.emit(committed.told)
         count_round(self._counters, item, commit, committed.has_alternative)
         self._pacing.note(item, commit, committed.seen, committed.has_alternative)

@@ -3,7 +3,8 @@
 Such a step follows another one, or judges what a draft in this process drafts. What it needs lies on the device already
 (specahead.engine.steps.device_chain): the last token and how many tokens were accepted, or the tokens that rounds have
 drafted. So the host commits and sends the tokens of one step, and plans and launches the next but one, while the device
-runs the next. Sessions that wait for their draft meanwhile are in none of these steps. A session that ends at a stop
+runs the next. Sessions whose last tokens the host has seen may run beside others that are judged as they are drafted.
+Those that wait for their draft meanwhile are in none of these steps. A session that ends at a stop
 token has run its part of one step in vain; what it wrote lies after its text, in pages of its own.
 """
 
@@ -126,12 +127,16 @@ def plan_judging_step(
     waits: Waits,
     beside: Callable[[int], int],
     light: bool,
+    most: int,
     now: float,
 ) -> VerifyStep | None:
-    """Return the step that judges these rounds, by session; None where one of the sessions would take part otherwise.
+    """Return the step that judges these rounds, by session; None where the host has to see them first, or prompts are
+    to be read.
+
+    Sessions that have no such round and do not wait run in the same pass, by what their own texts propose or plainly.
 
     beside: returns how many alternatives run beside a number of drafted tokens. light: whether the runner has weights
-    for rounds that screen.
+    for rounds that screen. most: tokens that a text proposes, at most.
     """
     step = VerifyStep(asynchronous=True)
     ours = {
@@ -139,6 +144,14 @@ def plan_judging_step(
         for session in sessions
         if session.id in rounds and _is_for(session, rounds[session.id].at)
     }
+    if not ours:
+        return None
+    beside_them = [session for session in sessions if session.id not in ours and not waits(session)]
+    if not all(_may_run_beside(session) for session in beside_them):
+        return None
+    known = {session.id: session.look_up(most) for session in beside_them}
+    longest = max(each.gamma for each in ours.values())
+    narrow = all(len(tokens) <= longest for tokens in known.values())  # wider steps have no room for alternatives
     confirms = how_to_confirm((session, ours[session.id].gamma) for session in sessions if session.id in ours)
     for session in sessions:
         drafted = ours.get(session.id)
@@ -147,27 +160,36 @@ def plan_judging_step(
                 return None
             item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
             item.input.draft_row = drafted.row
-            if not item.held:
+            if not item.held and narrow:
                 item.input.alternatives = beside(drafted.gamma)
             if session.reading.reader is not None and session.reading.is_announced and drafted.announces:
                 base = len(session.tokens)
                 nothing = BlockSelection.of_nothing(session.reading.reader.announced_rows, plan.num_blocks(base))
                 item.input.read = session.reading.reader.read(nothing, base, base - 1 + item.input.rows)
             step.rounds.append(item)
-        elif not waits(session):
-            return None
+        elif session.id in known:
+            step.rounds.append(plan_round(session, None, known[session.id], now))
     if light:
         screen_lightly(step.rounds)
     alike = len({item.input.read is None for item in step.rounds}) == 1  # they run in one pass
     return step if alike else None
 
 
+def _may_run_beside(session: TargetSession) -> bool:
+    """Return whether a session without a drafted round may run beside such rounds: its prompt is read, nothing is
+    proposed for it that the draft sent earlier, and the host takes no part in its round.
+    """
+    return session.unread <= 0 and session.ready_proposal() is None and _needs_no_host(session)
+
+
 def take_proposals(step: VerifyStep) -> None:
-    """Put the proposed tokens into the rounds of a running step that judges them.
+    """Put the proposed tokens into the rounds of a running step that judges them as they are drafted.
 
     A round is void if its draft has failed and proposed nothing.
     """
     for item in step.rounds:
+        if item.input.draft_row is None:
+            continue
         proposal, judged = item.session.ready_proposal(), item.input.drafted
         assert judged is not None
         count = len(item.proposed)  # fewer than drafted where held tokens take their room

@@ -153,12 +153,14 @@ class StepsByTurns:
     def _plan_following_rounds(self, judging: VerifyStep) -> DraftStep | None:
         """Return what the draft drafts while a step of the target runs; None if that has to wait.
 
-        It has to after a step of plain decoding, and where nothing was proposed that counts.
+        It has to after a step that judges no drafted round, and where nothing was proposed that counts.
         """
-        if any(item.input.draft_row is None or item.is_void for item in judging.rounds):
+        judged = [(row, item) for row, item in enumerate(judging.rounds) if item.input.draft_row is not None]
+        if not judged or any(item.is_void for _, item in judged):
             return None
-        places = {item.session.id: row for row, item in enumerate(judging.rounds)}
-        return self.drafter.plan_chained_rounds(places, self._choose)
+        places = {item.session.id: row for row, item in judged}
+        running = {item.session.id for item in judging.rounds}
+        return self.drafter.plan_chained_rounds(places, running, self._choose)
 
     def _read_by_target(self, waiting: list[DraftSession]) -> list[DraftSession]:
         """Return those of the draft's sessions whose prompts the target has read."""

@@ -46,13 +46,13 @@ class DraftProtocol:
 
         It is the draft with the fewest sessions of all targets; of several, the one that was placed beside this target
         (draft-2 beside target-2). wait: wait for its proposals before decoding plainly, as for a session that starts.
-        One that takes turns with the target is also waited for by a session alone that it drafted for just now: it only
-        has to catch up with prompt lookup. Beside others, a token meanwhile is worth more.
+        One that takes turns with the target is also waited for by a session that it drafted for just now: it only has
+        to catch up with prompt lookup, which it does behind the step that runs.
         """
         if not self.drafts or session.draft.peer is not None or session.goes_alone or session.awaits_its_end:
             return
         peer = min(self.drafts, key=lambda draft: (draft.load, _number(draft.name) != self._number))
-        catches_up = peer.takes_turns and session.pace.last_gamma > 0 and len(self._sessions) == 1
+        catches_up = peer.takes_turns and session.pace.last_gamma > 0
         session.draft.peer, session.draft.awaited = peer, wait or catches_up
         peer.sessions.add(session.id)
         peer.send(session.begin())

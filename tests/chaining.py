@@ -34,16 +34,19 @@ class ChainingRunner(TargetOrDraftRunner):
         self._chain = chain
 
     def launch_rounds(self, requests: list[RoundRequest], imposed: Sequence[Imposed] | None = None) -> RoundsUnderWay:
-        follows = requests[0].follows is not None
         verdicts = self._chain.verdicts if imposed is None else imposed
-        self._chain.rounds = self._follow(requests, verdicts) if follows else self.draft_rounds(requests)
+        self._chain.rounds = self._follow(requests, verdicts)
         return RoundsUnderWay.finished(self._chain.rounds)
 
     def _follow(self, requests: list[RoundRequest], verdicts: Sequence[Imposed]) -> list[RoundOutput]:
-        """Draft behind what the step has left, as if the host had seen it."""
+        """Draft behind what the step has left, as if the host had seen it; rounds that follow none as they are."""
         lengths, known, begins = [item.kv.length for item in requests], [], []
         for item in requests:
             before = item.follows
+            if before is None:
+                known.append(item)
+                begins.append((None, None))
+                continue
             accepted, token, alternative = verdicts[before.row]
             item.kv.length -= before.judged - accepted
             tokens = [before.previous[accepted] if alternative < 0 else alternative, token]
@@ -54,7 +57,8 @@ class ChainingRunner(TargetOrDraftRunner):
             outputs = self.draft_rounds(known)
         finally:
             for item, length in zip(requests, lengths, strict=True):
-                item.kv.length = length
+                if item.follows is not None:
+                    item.kv.length = length
         return [
             replace(output, began=begun, alternative=alternative)
             for output, (begun, alternative) in zip(outputs, begins, strict=True)
@@ -70,7 +74,8 @@ class ChainingRunner(TargetOrDraftRunner):
         lengths, outputs = [item.kv.length for item in inputs], self.forward(known)
         verdicts: list[Imposed] = []
         for item, of_chain, length, output in zip(inputs, known, lengths, outputs, strict=True):
-            self._accept_alternative(item, of_chain, length, output)
+            if item.draft_row is not None:
+                self._accept_alternative(item, of_chain, length, output)
             item.kv.length = length + item.rows
             accepted, following = output.verdict
             other = NO_ALTERNATIVE if output.alternative is None else output.alternative

@@ -72,6 +72,32 @@ def test_a_session_alone_waits_for_its_draft_behind_what_lookup_brought(
     assert counted["lookup_rounds"] > 10 and counted["plain_rounds"] <= 2
 
 
+@pytest.mark.parametrize("sessions", [4, 8])
+def test_what_lookup_brings_some_sessions_holds_up_no_others(
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch, sessions: int
+) -> None:
+    """Steps that judge the others' rounds are launched as before, and a session that was looked up for is drafted for
+    again in the next round but one.
+    """
+    monkeypatch.setattr(timed_models, "HOST", (0.0003, 1.5e-4))
+    rates = []
+    for every in (0, 7):
+
+        def guess(
+            guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int, alone: bool, n: int = every
+        ) -> None:
+            guess.tokens = [1] * min(15, room) if n and len(text) * 7919 % 101 % n == 0 else []
+
+        monkeypatch.setattr(FirstGuess, "guess", guess)
+        served = TimedTarget(every_clock, sessions, 8192, 0.8, lookup=True)
+        rates.append(gains(served, sessions, 8192, [EXACT])[-1])
+        counted = served.verifier.counters
+        assert counted["plain_rounds"] < 0.1 * counted["rounds"]
+        assert counted["steps_chained_to_rounds"] > 0.1 * counted["rounds"]
+        assert bool(counted["lookup_rounds"]) == bool(every)
+    assert rates[1] > 0.85 * rates[0]
+
+
 def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
     """A step of the draft takes as many passes as the session has that drafts most."""
     target = TimedTarget(every_clock, 32, 1024, 0.5)

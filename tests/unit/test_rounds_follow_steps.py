@@ -125,6 +125,39 @@ def test_they_begin_where_the_step_ends(read_share: float, announces: bool, impo
         check_same(ours, theirs)
 
 
+@pytest.mark.parametrize("unread", [0, 1, 40])
+@pytest.mark.parametrize("announces", [False, True])
+def test_others_begin_beside_them_where_the_host_says(unread: int, announces: bool) -> None:
+    """A round that follows no step is the same alone and beside one that follows; what is unread is read before.
+
+    unread: tokens before the last one whose KV the draft lacks.
+    """
+    target, draft = made_pair(1.0)
+    random = torch.Generator().manual_seed(4)
+    text, other = (torch.randint(0, 4000, (length,), generator=random).tolist() for length in (217, 126))
+    sampling = Sampling(1.0, seed=6)
+    kvs = {runner: read_prompt(runner, text[:-1]) for runner in (target, draft)}
+    announced = BlockSelection.of_nothing(announced_rows(PLAN), PLAN.num_blocks(40)) if announces else None
+
+    def begin_other() -> RoundRequest:
+        kv = read_prompt(draft, other[: -1 - unread])
+        return request_of(kv, other[-1 - unread :], len(other), sampling, announced)
+
+    (alone,) = draft.draft_rounds([begin_other()])
+    rounds = draft.launch_rounds([request_of(kvs[draft], text[-1:], len(text), sampling, announced)])
+    judged = Drafted([0] * GAMMA, [], sampling, len(text))
+    step = target.launch([SequenceInput(kvs[target], [text[-1], *judged.tokens], "all", drafted=judged, draft_row=0)])
+    (drafted,) = rounds.outputs()
+    known = [*text, *drafted.tokens[:GAMMA]]
+    kvs[draft].length = len(known) - 1
+    follows = following(kvs[draft], 0, known, GAMMA, sampling, announced)
+    beside, given = draft.launch_rounds([begin_other(), follows]).outputs()
+    (ours,), (theirs,) = beside.branches, alone.branches
+    assert ours.tokens == theirs.tokens and np.allclose(ours.probs, theirs.probs, atol=1e-5)
+    assert (beside.bitmap is None) == (not announces) and np.array_equal(beside.bitmap, alone.bitmap)
+    assert beside.began is None and given.began == step()[0].verdict
+
+
 def test_a_round_that_follows_a_step_has_two_tokens_and_needs_no_host() -> None:
     kv, sampling = SequenceKV(length=20), Sampling(0.0)
     request = following(kv, 0, [1] * 21, 4, sampling, None)

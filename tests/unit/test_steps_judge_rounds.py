@@ -55,14 +55,22 @@ def request_of(kv: SequenceKV, text: list[int], sampling: Sampling) -> RoundRequ
 
 
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("proposed", [[4], [4, 4, 4], [2, 4, 1, 3, 4]])
+@pytest.mark.parametrize(
+    ("proposed", "beside"),
+    [([4], []), ([4, 4, 4], []), ([2, 4, 1, 3, 4], []), ([4], [[]]), ([3, 4], [[9, 8, 7], [], [5] * 9])],
+)
 def test_it_judges_what_the_rounds_leave(
-    pair: tuple[ModelRunner, ModelRunner], proposed: list[int], samplings: list[Sampling]
+    pair: tuple[ModelRunner, ModelRunner], proposed: list[int], beside: list[list[int]], samplings: list[Sampling]
 ) -> None:
-    """It judges as many tokens of each as are proposed; steps and rounds hold their sequences in other orders."""
+    """It judges as many tokens of each as are proposed; steps and rounds hold their sequences in other orders. Between
+    these come sequences whose tokens the host knows.
+
+    beside: these tokens.
+    """
     target, draft = pair
     random = torch.Generator().manual_seed(len(proposed))
     texts = [torch.randint(0, 4000, (20 + 7 * i,), generator=random).tolist() for i in range(len(proposed))]
+    others = [torch.randint(0, 4000, (30 + 9 * i,), generator=random).tolist() for i in range(len(beside))]
     chosen = [samplings[i % len(samplings)] for i in range(len(proposed))]
     kvs = {}
     for runner in pair:
@@ -76,7 +84,16 @@ def test_it_judges_what_the_rounds_leave(
         SequenceInput(kv, [text[-1], *drafted.tokens], "all", drafted=drafted, draft_row=order.index(i))
         for i, (kv, text, drafted) in enumerate(zip(kvs[target], texts, judged, strict=True))
     ]
-    given = target.launch(behind)()
+    of_host = [
+        SequenceInput(
+            read_prompt(target, text[:-1]),
+            [text[-1], *tokens],
+            "all",
+            drafted=Drafted(tokens, [], samplings[i % len(samplings)], len(text)),
+        )
+        for i, (text, tokens) in enumerate(zip(others, beside, strict=True))
+    ]
+    given = target.launch([*behind[:1], *of_host, *behind[1:]])()
     drafts = [rounds.outputs()[order.index(i)].branches[0] for i in range(len(texts))]
     known = []
     for i, (item, count) in enumerate(zip(behind, proposed, strict=True)):
@@ -88,9 +105,14 @@ def test_it_judges_what_the_rounds_leave(
             supports = [Support(*of_token) for of_token in zip(ids[:count], probs[:count], strict=True)]
         drafted = replace(judged[i], tokens=tokens, supports=supports)
         known.append(replace(item, tokens=[texts[i][-1], *tokens], drafted=drafted, draft_row=None))
-    expected = target.forward(known)
+    for item, text, tokens in zip(of_host, others, beside, strict=True):
+        assert item.kv.length == len(text) + len(tokens)
+        target.kv.truncate(item.kv, len(text) - 1)
+    expected = target.forward([*known[:1], *of_host, *known[1:]])
     assert [output.verdict for output in given] == [output.verdict for output in expected]
     assert all(output.finite for output in given)
+    for item in of_host:
+        target.kv.release(item.kv)
     release(kvs)
 
 

@@ -171,6 +171,7 @@ class TimedRunner(ChainingRunner, ScriptedRunner):
     def draft_rounds(self, requests: list[RoundRequest]) -> list[RoundOutput]:
         outputs = super().draft_rounds(requests)
         passes = max(item.gamma or self._gamma for item in requests) + self._runs_last
+        passes += any(len(item.tokens) > 2 for item in requests)  # a pass for what is unread
         read = sum(item.kv.length for item in requests) * self._costs.a_kv_token
         rows = sum(max(1, len(item.branches)) for item in requests)
         self._run(passes * (self._costs.always + read + rows * self._costs.a_session))
