@@ -32,11 +32,9 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServicer):
     async def Speculate(
         self, request_iterator: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._hold(request_iterator, context))
-
-    async def _hold(self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext) -> None:
-        with self._streams.held_by(peer_of(context)):
-            await self._speculate(frames, context)
+        async with guarded(context):
+            with self._streams.held_by(peer_of(context)):
+                await self._speculate(request_iterator, context)
 
     async def _speculate(
         self, frames: AsyncIterator[speculation_pb2.DraftFrame], context: grpc.aio.ServicerContext
@@ -120,13 +118,11 @@ class ControlServicer(control_pb2_grpc.TargetControlServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext
     ) -> None:
-        await guarded(context, self._hold(request_iterator, context))
-
-    async def _hold(self, frames: AsyncIterator[control_pb2.ServeFrame], context: grpc.aio.ServicerContext) -> None:
-        outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
-        peer = peer_of(context)
-        with self._streams.held_by(peer), self._verifier.admission.shared(outbox.put, peer):
-            await self._serve(frames, context, outbox)
+        async with guarded(context):
+            outbox: Outbox[ServedEvent | Beat] = Outbox(self._verifier.settings.most_unread_tokens)
+            peer = peer_of(context)
+            with self._streams.held_by(peer), self._verifier.admission.shared(outbox.put, peer):
+                await self._serve(request_iterator, context, outbox)
 
     async def _serve(
         self,

@@ -15,7 +15,7 @@ from orchestrator.sessions.generation import Chunk, Frontend
 from protos import control_pb2, inference_pb2, inference_pb2_grpc
 from specahead.wire.errors import InvalidArgument, NotFound, ServiceError
 from specahead.wire.messages import FinishReason
-from specahead.wire.server import guarded, guarded_stream
+from specahead.wire.server import guarded
 
 _EXACTNESS = {control_pb2.EXACTNESS_EXACT: "exact", control_pb2.EXACTNESS_APPROXIMATE: "approximate"}
 
@@ -33,8 +33,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if self._locate is not None:
             self._locate(context)
         self._frontend.observer.follow(context.invocation_metadata() or ())
-        async with aclosing(self._generate(request)) as responses:
-            async for response in guarded_stream(context, responses):
+        async with guarded(context), aclosing(self._generate(request)) as responses:
+            async for response in responses:
                 yield response
 
     async def _generate(self, pb: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateResponse]:
@@ -63,12 +63,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.AbortResponse:
-        async def abort() -> inference_pb2.AbortResponse:
+        async with guarded(context):
             if not self._frontend.abort(request.request_id):
                 raise NotFound(f"no request {request.request_id!r} is running")
             return inference_pb2.AbortResponse()
-
-        return await guarded(context, abort())
 
     async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
         frontend = self._frontend
@@ -83,13 +81,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        async def tokenize() -> inference_pb2.TokenizeResponse:
+        async with guarded(context):
             frontend = self._frontend
             frontend.check_model(request.model)
             tokens = await frontend.encode(request.text)
             return inference_pb2.TokenizeResponse(token_ids=tokens, max_model_len=frontend.limits.max_context)
-
-        return await guarded(context, tokenize())
 
 
 def _request_from_pb(pb: inference_pb2.GenerateRequest) -> CompletionRequest:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,34 +96,24 @@ def check_free(host: str, port: int) -> None:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-async def _abort(context: grpc.aio.ServicerContext, error: ServiceError) -> None:
-    text = str(error)
-    # Details travel in a header, whose room is 8 KiB.
-    await context.abort(error.status, text if len(text) <= _MAX_DETAILS else text[:_MAX_DETAILS] + "…")
+class guarded:
+    """Ends a call with the status of a ServiceError that its work raises; any other error is INTERNAL and logged."""
 
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
 
-async def _fail(context: grpc.aio.ServicerContext, error: Exception) -> None:
-    if isinstance(error, ServiceError):
-        await _abort(context, error)
-    log.error("a call failed", exc_info=error)
-    await _abort(context, ServiceError(f"{type(error).__name__}: {error}"))
+    async def __aenter__(self) -> None:
+        pass
 
-
-async def guarded(context: grpc.aio.ServicerContext, work: Awaitable[Any]) -> Any:
-    """Await a call's work; a ServiceError becomes its status, any other error INTERNAL and a log entry."""
-    try:
-        return await work
-    except Exception as error:
-        await _fail(context, error)
-
-
-async def guarded_stream(context: grpc.aio.ServicerContext, work: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Yield what a server stream's work yields, with the same errors."""
-    try:
-        async for item in work:
-            yield item
-    except Exception as error:
-        await _fail(context, error)
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception):  # nothing was raised, or the call is cancelled
+            return
+        if not isinstance(error, ServiceError):
+            log.error("a call failed", exc_info=error)
+            error = ServiceError(f"{type(error).__name__}: {error}")
+        text = str(error)
+        # Details travel in a header, whose room is 8 KiB.
+        await self._context.abort(error.status, text if len(text) <= _MAX_DETAILS else text[:_MAX_DETAILS] + "…")
 
 
 def run_service(settings: ServiceSettings, run: Callable[[OnReady], Awaitable[None]]) -> None:
