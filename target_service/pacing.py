@@ -153,7 +153,7 @@ class Pacing:
             seen.took[verified].append(seen.now - since)
         pace.last_gamma = drafted
         if drafted and commit.confirmed >= commit.screened:
-            seen.drafting = max(seen.drafting, commit.draft_seconds)
+            seen.drafting = max(seen.drafting, commit.figures.draft_seconds)
             self._note_proposed(item, drafted, commit, alternative)
 
     def _note_proposed(self, item: VerifyRound, drafted: int, commit: Commit, alternative: bool) -> None:

@@ -11,10 +11,9 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from specahead.config import SettingsError
-from specahead.config.access import ClientAccess
+from specahead.config.access import ClientAccess, read_text
 from specahead.wire.files import version_of
 
 log = logging.getLogger(__name__)
@@ -91,14 +90,8 @@ async def watch_keys(access: ClientAccess, take: Callable[[Sequence[Key]], None]
 
 
 def _read_file(path: str) -> Sequence[Key]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"api_keys_file {path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
     keys = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "api_keys_file").splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         found = _LINE.fullmatch(line.strip())

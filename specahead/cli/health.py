@@ -8,8 +8,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specahead.wire.access import open_channel
 from specahead.wire.tls import read_tls
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-
 
 def run(flags: argparse.Namespace) -> None:
     """End without a word if it serves. Raises ValueError if it says that it does not, OSError for no answer."""
@@ -22,5 +20,5 @@ def run(flags: argparse.Namespace) -> None:
             reason = f"{error.code().name}: {error.details()}"  # type: ignore[attr-defined]
             remedy = "check that a server runs there, the port, and whether it speaks TLS (--tls-ca)"
             raise OSError(f"{reason}; {remedy}") from None
-    if answer.status != _SERVING:
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise ValueError(f"{flags.address} answers that it does not serve")

@@ -33,6 +33,17 @@ class Command(NamedTuple):
     help: str
 
 
+_BENCHMARKS = {
+    "stack": (bench.add_stack_flags, "what a round costs without models"),
+    "routing": (bench.add_routing_flags, "routing by cached prefixes"),
+    "codec": (bench.add_codec_flags, "sizes and times of announcements"),
+    "step": (bench.add_step_flags, "steps of target and draft on a GPU"),
+    "experts": (bench.add_experts_flags, "a mixture of experts on a GPU, by how it is cut"),
+    "ranks": (bench.add_ranks_flags, "steps of a target over one GPU and over several"),
+    "offload": (bench.add_offload_flags, "steps over KV that lies partly in host memory"),
+    "serve": (bench.add_serve_flags, "tokens per second of the services, random weights"),
+    "agents": (bench.add_agents_flags, "turns of agents at any OpenAI-style server"),
+}
 COMMANDS = {
     "serve": Command(add_launch_flags, "orchestrator.launch", "launch draft, target and the endpoints for clients"),
     "chat": Command(client.add_chat_flags, "specahead.cli.chat", "talk to the model of a running server"),
@@ -56,27 +67,10 @@ COMMANDS = {
         f"evaluate {task}": Command(partial(add_evaluate_flags, task), "specahead.lab.evaluation.command", about)
         for task, about in EVALUATIONS.items()
     },
-    "bench stack": Command(
-        bench.add_stack_flags, "specahead.lab.benchmarks.stack", "what a round costs without models"
-    ),
-    "bench routing": Command(bench.add_routing_flags, "specahead.lab.benchmarks.routing", "routing by cached prefixes"),
-    "bench codec": Command(bench.add_codec_flags, "specahead.lab.benchmarks.codec", "sizes and times of announcements"),
-    "bench step": Command(bench.add_step_flags, "specahead.lab.benchmarks.step", "steps of target and draft on a GPU"),
-    "bench experts": Command(
-        bench.add_experts_flags, "specahead.lab.benchmarks.experts", "a mixture of experts on a GPU, by how it is cut"
-    ),
-    "bench ranks": Command(
-        bench.add_ranks_flags, "specahead.lab.benchmarks.ranks", "steps of a target over one GPU and over several"
-    ),
-    "bench offload": Command(
-        bench.add_offload_flags, "specahead.lab.benchmarks.offload", "steps over KV that lies partly in host memory"
-    ),
-    "bench serve": Command(
-        bench.add_serve_flags, "specahead.lab.benchmarks.serve", "tokens per second of the services, random weights"
-    ),
-    "bench agents": Command(
-        bench.add_agents_flags, "specahead.lab.benchmarks.agents", "turns of agents at any OpenAI-style server"
-    ),
+    **{
+        f"bench {what}": Command(declare, f"specahead.lab.benchmarks.{what}", about)
+        for what, (declare, about) in _BENCHMARKS.items()
+    },
 }
 
 GROUPS = {"bench": "measure speed", "evaluate": "measure quality"}

@@ -152,17 +152,17 @@ def check_service_listener(access: ServiceAccess, host: str) -> None:
     """Raise SettingsError if a service would answer other machines without asking who they are."""
     asked = access.service_token or access.service_token_file or (access.service_tls.cert and access.service_tls.ca)
     _check_listener(
-        access, host, bool(asked), "--service-token-file FILE, or --service-tls with cert, key and ca for mutual TLS"
+        access, host, asked, "--service-token-file FILE, or --service-tls with cert, key and ca for mutual TLS"
     )
 
 
 def check_client_listener(access: ClientAccess, host: str) -> None:
     """Raise SettingsError if the client endpoints would answer other machines without asking who they are."""
     asked = access.api_key or access.api_keys_file
-    _check_listener(access, host, bool(asked), "--api-keys-file FILE (`specahead key` makes its lines)")
+    _check_listener(access, host, asked, "--api-keys-file FILE (`specahead key` makes its lines)")
 
 
-def _check_listener(access: ProcessSettings, host: str, asked: bool, remedy: str) -> None:
+def _check_listener(access: ProcessSettings, host: str, asked: object, remedy: str) -> None:
     if not (asked or access.insecure or is_loopback(host)):
         raise SettingsError(
             f"host is {host!r}, which other machines can reach, and nobody is asked who they are: give {remedy}; or "
@@ -182,10 +182,15 @@ def read_secret(path: str, name: str) -> str:
     """Return the text of a file without the white space around it; "" if path is "". Raises SettingsError."""
     if not path:
         return ""
-    try:
-        secret = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{name} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    secret = read_text(path, name).strip()
     if not secret.isascii() or not secret.isprintable() or not secret or " " in secret:
         raise SettingsError(f"{name} {path}: expected one word of printable ASCII characters")
     return secret
+
+
+def read_text(path: str, name: str) -> str:
+    """Return the text of a file. Raises SettingsError, which names the setting, if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{name} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -17,18 +17,12 @@ _ELSEWHERE = {
 }
 
 
-def probable_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that an unknown one probably means, None if none is like it."""
+def did_you_mean(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
+    """Return ` (did you mean X?)`, or nothing if no known name is like this one. spell: gives X of a known name."""
     plain = {each.removeprefix("--").replace("-", "_"): each for each in known}
     meant = plain | {other: plain[here] for other, here in _ELSEWHERE.items() if here in plain}
     close = difflib.get_close_matches(name.removeprefix("--").partition("=")[0].replace("-", "_"), meant, 1)
-    return meant[close[0]] if close else None
-
-
-def did_you_mean(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """Return ` (did you mean X?)`, or nothing if no known name is like this one. spell: gives X of a known name."""
-    meant = probable_name(name, known)
-    return f" (did you mean {spell(meant)}?)" if meant else ""
+    return f" (did you mean {spell(meant[close[0]])}?)" if close else ""
 
 
 class Parser(argparse.ArgumentParser):

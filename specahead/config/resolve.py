@@ -17,7 +17,7 @@ from specahead.config.access import check_client_listener, check_service_listene
 from specahead.config.arguments import did_you_mean
 from specahead.config.launch import ClientSettings, ClusterSettings, Config
 from specahead.config.services import DraftSettings, ServiceSettings, TargetSettings
-from specahead.config.setting import Keyed, Section, Setting, SettingsError, declared_in
+from specahead.config.setting import Section, Setting, SettingsError, declared_in
 from specahead.config.version import running_version
 
 log = logging.getLogger(__name__)
@@ -136,17 +136,9 @@ def _converted(options: Options, found: Mapping[str, Any], before: Mapping[str, 
 
 def describe(sections: Sequence[Section]) -> dict[str, Any]:
     """Return the settings by their names, as a file may give them, without secrets."""
-    return {
-        item.name: _plain(getattr(section, item.field))
-        for section in sections
-        for item in declared_in(type(section))
-        if item.name and not item.secret
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON and YAML have it."""
-    return dataclasses.asdict(value) if isinstance(value, Keyed) else value
+    values = [(item, getattr(section, item.field)) for section in sections for item in declared_in(type(section))]
+    given = [(item, value) for item, value in values if item.name and not item.secret]
+    return {item.name: dataclasses.asdict(value) if item.keys else value for item, value in given}
 
 
 def _options(defaults: Sequence[Section]) -> Options:
@@ -177,14 +169,15 @@ def _add_flags(parser: argparse.ArgumentParser, defaults: Sequence[Section]) -> 
     parser.add_argument("--dry-run", action="store_true", help="print the resulting settings and exit")
     groups: dict[str, Any] = {}
     for item, flag, default in _options(defaults).values():
-        if item.group not in groups:
-            groups[item.group] = parser.add_argument_group(item.group)
+        group = item.section.group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
         about: dict[str, Any] = {"dest": flag, "metavar": "JSON" if item.keys else flag.upper()}
         if item.kind is bool:
             about = {"dest": flag, "action": argparse.BooleanOptionalAction, "default": None}
         elif get_origin(item.kind) is tuple:
             about["action"] = "append"
-        groups[item.group].add_argument("--" + flag.replace("_", "-"), help=_help(item, default), **about)
+        groups[group].add_argument("--" + flag.replace("_", "-"), help=_help(item, default), **about)
 
 
 def _help(item: Setting, default: Any) -> str:
@@ -199,7 +192,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     named = {key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in ours if key not in injected}
     unknown = sorted(key for key, name in named.items() if name not in SETTINGS)
     if unknown:
-        words = [key + did_you_mean(named[key], SETTINGS, _variable) for key in unknown]
+        words = [
+            key + did_you_mean(named[key], SETTINGS, lambda name: ENVIRONMENT_PREFIX + name.upper()) for key in unknown
+        ]
         log.warning("environment: no such setting, ignored: %s", ", ".join(words))
     if injected:
         log.warning(
@@ -208,10 +203,6 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
             ", ".join(sorted(injected)),
         )
     return {name: ours[key] for key, name in named.items() if name in SETTINGS}
-
-
-def _variable(name: str) -> str:
-    return ENVIRONMENT_PREFIX + name.upper()
 
 
 def _is_injected(key: str, environment: Mapping[str, str]) -> bool:

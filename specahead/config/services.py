@@ -139,11 +139,6 @@ class ServiceSettings(_ListenSettings, _PlanSettings, ServiceAccess, ModelSettin
     """What a launch calls each of several services of a side; empty: it is called as its side."""
 
     @property
-    def draft_name(self) -> str:
-        """The draft model, or one of WITHOUT_DRAFT."""
-        return self.circumstances.draft
-
-    @property
     def has_draft(self) -> bool:
         """Whether a draft model drafts, in a service or in the target's process."""
         return self.circumstances.has_draft
@@ -303,12 +298,10 @@ class TargetSettings(_OwnOfTarget):
 
     @property
     def circumstances(self) -> Circumstances:
-        """What the choices of a speculation depend on."""
         return Circumstances(self.draft, self.device.startswith("cuda"), self.host_kv_memory > 0)
 
     @property
     def pair(self) -> tuple[str, str]:
-        """The target's model and the draft's; "" for a draft that is none."""
         return self.model, self.draft if self.has_draft else ""
 
     @property
@@ -356,10 +349,8 @@ class DraftSettings(_OwnOfDraft):
 
     @property
     def circumstances(self) -> Circumstances:
-        """What the choices of a speculation depend on."""
         return Circumstances(self.model, self.device.startswith("cuda"))
 
     @property
     def pair(self) -> tuple[str, str]:
-        """The target's model and the draft's; "" without a draft model."""
         return self.target_model, self.model if self.has_draft else ""

@@ -61,11 +61,6 @@ class Setting:
     secret: bool = False
 
     @property
-    def group(self) -> str:
-        """The heading of --help that lists it."""
-        return self.section.group
-
-    @property
     def help(self) -> str:
         """The sentence below the field."""
         return _sentences(self.section)[self.field]  # type: ignore[arg-type]  # as in declared_in
@@ -73,7 +68,8 @@ class Setting:
     @property
     def keys(self) -> "dict[str, Setting]":
         """The keys of a setting that has several; empty: it has one value."""
-        return {item.name: item for item in declared_in(self.kind)} if _is_keyed(self.kind) else {}
+        has_keys = isinstance(self.kind, type) and issubclass(self.kind, Keyed)
+        return {item.name: item for item in declared_in(self.kind)} if has_keys else {}
 
     @property
     def expected(self) -> str:
@@ -161,10 +157,6 @@ class Keyed(Section):
         if unknown:
             raise SettingsError(f"no such key: {', '.join(unknown)}; {expected}")
         return dataclasses.replace(self, **{name: known[name].convert(value, None) for name, value in given.items()})
-
-
-def _is_keyed(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Keyed)
 
 
 @functools.cache

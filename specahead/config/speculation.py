@@ -2,14 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from specahead.config.setting import Keyed, Share, Within
 
-QUANTIZATIONS = ("none", "fp8")
 Quantization = Literal["none", "fp8"]
-KV_CACHE_DTYPES = ("auto", "fp8")
 KVCacheDtype = Literal["auto", "fp8"]
+QUANTIZATIONS, KV_CACHE_DTYPES = get_args(Quantization), get_args(KVCacheDtype)
 
 MAX_BRANCHES = 16
 MOST_GAMMA = 64

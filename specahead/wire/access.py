@@ -4,7 +4,7 @@ import contextlib
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -142,8 +142,9 @@ class RequireBearer(grpc.aio.ServerInterceptor):
         """Return the method's handler, or one that refuses."""
         if handler_call_details.method.startswith("/grpc.health.v1.Health/"):
             return await continuation(handler_call_details)
+        given = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
         try:
-            self._authorize(_bearer_in(handler_call_details.invocation_metadata))
+            self._authorize(bearer_of(str(given[0])) if given else "")
         except ServiceError as error:
             # As a stream whatever the method is: such a handler runs before the first message is there.
             return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
@@ -152,8 +153,3 @@ class RequireBearer(grpc.aio.ServerInterceptor):
     async def _refuse(self, error: ServiceError, requests: Any, context: grpc.aio.ServicerContext) -> None:
         self._refused(error)
         await context.abort(error.status, str(error))
-
-
-def _bearer_in(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    values = [value for key, value in metadata if key == "authorization"]
-    return bearer_of(str(values[0])) if values else ""

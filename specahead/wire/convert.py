@@ -120,22 +120,19 @@ def status_from_pb(pb: control.ServiceStatus) -> m.ServiceStatus:
 
 
 def draft_event_from_pb(pb: speculation.DraftEvent) -> m.DraftEvent | m.Beat:
-    unset = "draft event: none of proposals, ready, decline, resync, load, beat is set"
-    return _read_oneof(_DRAFT_EVENTS, pb, "event", unset)
+    return _read_oneof(_DRAFT_EVENTS, pb, "event", "draft event")
 
 
 def target_event_from_pb(pb: speculation.TargetEvent) -> m.TargetEvent | m.Beat:
-    unset = "target event: none of begin, verdict, end, refusal, beat is set"
-    return _read_oneof(_TARGET_EVENTS, pb, "event", unset)
+    return _read_oneof(_TARGET_EVENTS, pb, "event", "target event")
 
 
 def serve_request_from_pb(pb: control.ServeFrame) -> m.ServeRequest | m.Beat:
-    return _read_oneof(_SERVE_REQUESTS, pb, "body", "serve frame: none of open, abort, beat is set")
+    return _read_oneof(_SERVE_REQUESTS, pb, "body", "serve frame")
 
 
 def served_event_from_pb(pb: control.ServedEvent) -> m.ServedEvent | m.Beat:
-    unset = "served event: none of commit, closed, report, beat is set"
-    return _read_oneof(_SERVED_EVENTS, pb, "event", unset)
+    return _read_oneof(_SERVED_EVENTS, pb, "event", "served event")
 
 
 def commit_from_bytes(data: bytes) -> m.Commit:
@@ -152,11 +149,11 @@ def session_in(pb: Any, oneof: str) -> str:
     return session if len(session) <= MOST_NAME else ""
 
 
-def _read_oneof(kinds: Mapping[str, type], pb: Any, oneof: str, unset: str) -> Any:
-    """Return the message that is set in `pb`, one of `kinds`; raise InvalidArgument with text `unset` for none."""
+def _read_oneof(kinds: Mapping[str, type], pb: Any, oneof: str, what: str) -> Any:
+    """Return the message, one of `kinds`, that is set in `pb`. Raises InvalidArgument for none. what: names `pb`."""
     name = pb.WhichOneof(oneof)
     if name not in kinds:
-        raise InvalidArgument(unset)
+        raise InvalidArgument(f"{what}: none of {', '.join(kinds)} is set")
     return _read(kinds[name], getattr(pb, name))
 
 

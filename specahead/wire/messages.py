@@ -293,11 +293,6 @@ class Commit:
     proposer: Proposer = Proposer.NOBODY
 
     @property
-    def draft_seconds(self) -> float:
-        """Seconds that the draft took for the rounds."""
-        return self.figures.draft_seconds
-
-    @property
     def rounds(self) -> list[tuple[int, int]]:
         """Tokens drafted and accepted in each round since the last commit."""
         return [*zip(self.screening_drafted, self.screening_accepted, strict=True), (self.drafted, self.accepted)]
