@@ -23,23 +23,19 @@ class Detokenizer:
         """Return the text that more tokens add. It does not depend on how they are cut into pushes."""
         return "".join(map(self._push, tokens))
 
-    def finish(self) -> str:
-        """Return the rest, with replacement characters for incomplete ones."""
-        return self._flush()
-
     def _push(self, token: int) -> str:
         self._pending.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
         except Exception:  # of tokenizers, whose decoder now shows the bytes before this token in another way
-            return self._flush()
+            return self.finish()
         if text is None:  # without this bound each token would have all pending ones decoded again
-            return self._flush() if len(self._pending) >= _MOST_PENDING else ""
+            return self.finish() if len(self._pending) >= _MOST_PENDING else ""
         self._context, self._pending = self._pending[-_CONTEXT:], []
         return text
 
-    def _flush(self) -> str:
-        """Return the text of the pending tokens as it is, and begin a new stream after them."""
+    def finish(self) -> str:
+        """Return the rest, with replacement characters for incomplete ones, and begin a new stream after it."""
         before, together = self._decode(self._context), self._decode(self._context + self._pending)
         text = together[len(before) :] if together.startswith(before) else self._decode(self._pending)
         if text:  # special tokens that are not shown have none

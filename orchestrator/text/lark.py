@@ -1,10 +1,10 @@
 """Terms of grammars in llguidance's dialect of Lark, spelled with a tokenizer's own tokens."""
 
 import json
-import re
 from typing import Any
 
 from orchestrator.text.structured_outputs import COMPACT, WhiteSpace
+from orchestrator.text.text_pieces import any_of
 
 # White space between parts and before the end. It is bounded, since weak models might write it for ever.
 GAP = r"/\s{0,8}/"
@@ -16,8 +16,7 @@ class Lark:
     def __init__(self, tokenizer: Any, white_space: WhiteSpace = COMPACT) -> None:
         """white_space: allowed in JSON."""
         self._tokenizer, self._white_space = tokenizer, white_space
-        added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, added))) if added else None
+        self._added = any_of(tokenizer.get_added_vocab())
 
     def has_token(self, text: str) -> bool:
         """Return whether a text is one token."""
@@ -26,7 +25,7 @@ class Lark:
 
     def first_token(self, text: str) -> str:
         """Return the added token that a text begins with, empty if there is none."""
-        found = self._added.match(text) if self._added else None
+        found = self._added.match(text)
         return found[0] if found else ""
 
     def marker(self, text: str) -> str:
@@ -36,7 +35,7 @@ class Lark:
     def spell(self, text: str) -> str:
         """Return a term for a text, with added tokens as tokens; empty for an empty text."""
         terms, at = list[str](), 0
-        for found in self._added.finditer(text) if self._added else ():
+        for found in self._added.finditer(text):
             terms += [literal(text[at : found.start()]), self.marker(found[0])]
             at = found.end()
         return " ".join(term for term in [*terms, literal(text[at:])] if term != '""')

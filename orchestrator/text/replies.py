@@ -15,25 +15,24 @@ from orchestrator.text.json_calls import CalledTool, Delta, JsonCalls, call_of
 from orchestrator.text.xml_calls import meant_properties
 
 NAMED_CALLS = "tool_calls_named"  # the field of calls with their name before their arguments
-# JsonCalls reads the calls in these fields while they arrive.
-_CALLS = {"content": "text", "content_args": {"strip": False}}
+_TEXT = {"content": "text", "content_args": {"strip": False}}  # passed on as it comes, to JsonCalls if it is a call
 _BEGUN = r"\{\s*\"(?:name|type|function|arguments|parameters)\""  # a call as JSON
 TOOL_FORMATS: dict[str, dict[str, Any]] = {
-    "hermes": {"tool_calls": {"open_pattern": r"\s*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\s*", **_CALLS}},
+    "hermes": {"tool_calls": {"open_pattern": r"\s*<tool_call>\s*", "close_pattern": r"\s*</tool_call>\s*", **_TEXT}},
     "llama3_json": {
         "tool_calls": {
             "open_pattern": rf"(?:\s*<\|python_tag\|>)?(?=\s*{_BEGUN})",
             "close_pattern": rf"(?<=\}})\s*;\s*(?={_BEGUN})",
-            **_CALLS,
+            **_TEXT,
         }
     },
     "mistral": {
         NAMED_CALLS: {
             "open_pattern": r"\s*\[TOOL_CALLS\](?=[\w.-]+(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*\{)",
             "close_pattern": r"(?=\[TOOL_CALLS\])",
-            **_CALLS,
+            **_TEXT,
         },
-        "tool_call_lists": {"open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[)", **_CALLS},
+        "tool_call_lists": {"open_pattern": r"\s*\[TOOL_CALLS\]\s*(?=\[)", **_TEXT},
     },
     "qwen3_coder": {
         "tool_calls": {
@@ -53,15 +52,7 @@ _SHOWN_BY = {
     "mistral": r"\[TOOL_CALLS\]",
     "llama3_json": r"Environment: ipython",
 }
-_THINKING = {
-    "reasoning_content": {
-        "open_pattern": r"\s*<think>\s*",
-        "close_pattern": r"\s*</think>\s*",
-        "content": "text",
-        "content_args": {"strip": False},
-    }
-}
-_CONTENT = {"content": {"content": "text", "content_args": {"strip": False}}}
+_THINKING = {"reasoning_content": {"open_pattern": r"\s*<think>\s*", "close_pattern": r"\s*</think>\s*", **_TEXT}}
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class ReplyFormat:
         fields = (TOOL_FORMATS.get(self.tools, {}) if tools else {}) | (_THINKING if self.reasoning else {})
         if not fields:
             return ReplyParser(None)
-        template = {"start_anchor_pattern": "^", "fields": fields | _CONTENT}
+        template = {"start_anchor_pattern": "^", "fields": fields | {"content": _TEXT}}
         typed = [{**tool, "function": _with_types(tool["function"])} for tool in tools]
         parser = _Regions(template, prefix="<think>" if self.thinks(prompt) else "", tools=typed)
         return ReplyParser(parser, self.tools == "mistral", only_calls)

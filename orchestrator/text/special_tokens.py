@@ -8,7 +8,7 @@ import copy
 import re
 from typing import Any
 
-from orchestrator.text.text_pieces import PieceEncoder
+from orchestrator.text.text_pieces import PieceEncoder, any_of
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"{_OPEN}([0-9]{{1,6}}){_CLOSE}")
@@ -22,8 +22,7 @@ class TextEncoder:
         self._pieces = PieceEncoder(tokenizer)
         self._plain = copy.deepcopy(tokenizer)  # split_special_tokens is a state of a tokenizer
         self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._pattern = any_of(self._special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a user's text. add_special_tokens: whether the model's own are put around it."""

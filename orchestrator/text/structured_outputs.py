@@ -84,7 +84,8 @@ class StructuredRequest(BaseModel):
     @property
     def structure(self) -> Structure | None:
         """The structure of the answer, None for free text. Raises InvalidArgument for more than one structure."""
-        given = self.structured_outputs or StructuredOutputs.model_construct()
+        given, form = self.structured_outputs or StructuredOutputs.model_construct(), self.response_format
+        tags = form.model_extra if form is not None and form.type == "structural_tag" else None
         outputs: list[tuple[Kind, Any, str]] = [
             ("json", given.json_, "structured_outputs.json"),
             ("regex", given.regex, "structured_outputs.regex"),
@@ -92,7 +93,7 @@ class StructuredRequest(BaseModel):
             ("grammar", given.grammar, "structured_outputs.grammar"),
             ("json", ANY_OBJECT if given.json_object else None, "structured_outputs.json_object"),
             ("structural_tag", given.structural_tag, "structured_outputs.structural_tag"),
-            ("structural_tag", self._format_tags(), "response_format"),
+            ("structural_tag", tags, "response_format"),
             ("json", self._format_schema(), "response_format"),
         ]
         found = [(kind, value, param) for kind, value, param in outputs if value is not None]
@@ -113,11 +114,6 @@ class StructuredRequest(BaseModel):
         if given.disable_any_whitespace or given.whitespace_pattern == "":
             return NO_SPACE
         return ANY_SPACE if given.whitespace_pattern is None else {"whitespace_pattern": given.whitespace_pattern}
-
-    def _format_tags(self) -> dict[str, Any] | None:
-        """Return the structural tags of response_format, None if it has none."""
-        form = self.response_format
-        return form.model_extra if form is not None and form.type == "structural_tag" else None
 
     def _format_schema(self) -> Schema | None:
         """Return the schema of response_format, None if it asks for none. Raises InvalidArgument if it is missing."""

@@ -8,6 +8,7 @@ texts encoded whole.
 import re
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from threading import Lock
 from typing import Any
 
@@ -30,24 +31,17 @@ class PieceEncoder:
         self._known: OrderedDict[str, array[int]] = OrderedDict()
         self._characters = 0
         self._lock = Lock()
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        cuts = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if self._ids else None
-        self._cuts = cuts if self._cuts_alone(cuts, others) else None
-
-    @property
-    def remembers(self) -> bool:
+        self._cuts = any_of(self._ids)
+        self.remembers = self._cuts_alone(others)
         """Whether pieces are encoded by themselves; otherwise texts are encoded whole."""
-        return self._cuts is not None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around it."""
-        if self._cuts is None:
-            return self._encode(text)
-        return self._encode_by(self._cuts, text)
+        return self._encode_in_pieces(text) if self.remembers else self._encode(text)
 
-    def _encode_by(self, cuts: re.Pattern[str], text: str) -> list[int]:
+    def _encode_in_pieces(self, text: str) -> list[int]:
         ids: list[int] = []
-        for index, piece in enumerate(cuts.split(text)):  # pieces, with added tokens between them
+        for index, piece in enumerate(self._cuts.split(text)):  # pieces, with added tokens between them
             if index % 2:
                 ids.append(self._ids[piece])
             elif len(piece) < LEAST_CHARACTERS:
@@ -76,19 +70,24 @@ class PieceEncoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _cuts_alone(self, cuts: re.Pattern[str] | None, others: list[str]) -> bool:
+    def _cuts_alone(self, others: list[str]) -> bool:
         """Return whether the tokenizer cuts texts as the pattern does, and encodes each piece by itself.
 
         others: tokens at which it cuts too.
         """
-        if cuts is None or not getattr(self._tokenizer, "is_fast", False):
+        if not self._ids or not getattr(self._tokenizer, "is_fast", False):
             return False
         meet = any(_overlap(token, other) for token in self._ids for other in (*self._ids, *others))
         if meet or any(token in other for token in self._ids for other in others):
             return False
         text = "".join(f" One{token}\n two {token}{token}three" for token in self._ids)
         text += "".join(f"{token} {other}" for token in list(self._ids)[:1] for other in others) + " four\n"
-        return self._encode_by(cuts, text) == self._encode(text)
+        return self._encode_in_pieces(text) == self._encode(text)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of any of these texts, the longest first, as a group; a pattern without matches for none."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
 
 
 def _overlap(one: str, other: str) -> bool:
