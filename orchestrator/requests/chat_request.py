@@ -115,7 +115,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property

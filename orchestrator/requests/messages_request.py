@@ -133,7 +133,8 @@ def to_chat(request: PromptRequest) -> ChatRequest:
     template: dict[str, Any] = {}
     if request.thinking is not None:  # the switch of Qwen's template and of others
         template["enable_thinking"] = request.thinking.type != "disabled"
-    messages = [message for turn in _turns(request) for message in _messages(turn)]
+    opening = [Turn(role="system", content=request.system)] if request.system else []
+    messages = [message for turn in opening + request.messages for message in _messages(turn)]
     last = messages[-1]
     return ChatRequest(
         **fields,
@@ -145,14 +146,14 @@ def to_chat(request: PromptRequest) -> ChatRequest:
     )
 
 
-def _turns(request: PromptRequest) -> list[Turn]:
-    """Return the conversation with the system prompt as its first message."""
-    return [*([Turn(role="system", content=request.system)] if request.system else []), *request.messages]
-
-
 def _tool(tool: ClientTool) -> Tool:
     given = tool.model_dump(include={"name", "description", "strict"}, exclude_none=True)
     return Tool(type="function", function=FunctionDefinition(**given, parameters=tool.input_schema))
+
+
+def _text(content: str | list[Block] | None) -> str:
+    """Return a content as one text."""
+    return "".join(block.text or "" for block in content) if isinstance(content, list) else content or ""
 
 
 def _messages(turn: Turn) -> list[Message]:
@@ -162,17 +163,12 @@ def _messages(turn: Turn) -> list[Message]:
     messages: list[Message] = []
     for are_results, blocks in groupby(turn.blocks, lambda block: block.type == "tool_result"):
         if are_results:
-            messages += [_result(block) for block in blocks]
+            messages += [
+                Message(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content)) for block in blocks
+            ]
         else:
-            messages.append(Message(role=turn.role, content="".join(block.text or "" for block in blocks)))
+            messages.append(Message(role=turn.role, content=_text([*blocks])))
     return messages or [Message(role=turn.role, content="")]
-
-
-def _result(block: Block) -> Message:
-    """Return the result of a tool."""
-    content = block.content or ""
-    text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
-    return Message(role="tool", tool_call_id=block.tool_use_id, content=text)
 
 
 def _answer(blocks: list[Block]) -> Message:
@@ -184,7 +180,7 @@ def _answer(blocks: list[Block]) -> Message:
     ]
     return Message(
         role="assistant",
-        content="".join(block.text or "" for block in blocks),
+        content=_text(blocks),
         tool_calls=calls or None,
         reasoning_content="".join(block.thinking or "" for block in blocks) or None,
     )

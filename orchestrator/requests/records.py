@@ -105,13 +105,14 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
     records = []
     for index in range(count):
         prompt = prompts[index // choices]
+        seed = secrets.randbits(64) if request.seed is None else (request.seed + index % choices) % 2**64
         asked = Open(
             session=name if count == 1 else f"{name}-{index}",
             tokens=list(prompt),
             prompt_tokens=len(prompt),
             max_tokens=_max_tokens(request, len(prompt), limits),
             stop_token_ids=ends + (request.stop_token_ids or []),
-            sampling=_sampling(request, limits, _seed(request, index % choices)),
+            sampling=_sampling(request, limits, seed),
             exactness=exactness,
             wants_logprobs=request.wanted_logprobs is not None,
             wants_prompt_logprobs=request.wants_prompt_logprobs,
@@ -123,11 +124,6 @@ def to_records(request: GenerationRequest, prompts: list[list[int]], limits: Lim
         )
         records.append(Record(asked, name, totals=SpeculationTotals(uncalibrated=uncalibrated)))
     return records
-
-
-def _seed(request: GenerationRequest, choice: int) -> int:
-    """Return the seed of a choice. choice: its number among those of its prompt."""
-    return secrets.randbits(64) if request.seed is None else (request.seed + choice) % 2**64
 
 
 def _max_tokens(request: GenerationRequest, prompt_tokens: int, limits: Limits) -> int:

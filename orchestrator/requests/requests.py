@@ -163,12 +163,10 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return None if self.logprobs is False else self.logprobs
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's tokens get log probabilities too."""
         return bool(self.echo) and self.wanted_logprobs is not None
 
     def echoes(self, decode: Callable[[list[int]], str]) -> list[str]:

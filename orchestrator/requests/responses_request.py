@@ -111,7 +111,6 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """The number of likely tokens beside each token's log probability; None: no log probabilities."""
         return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or []) else None
 
 
@@ -154,19 +153,16 @@ def _messages(request: ResponsesRequest) -> list[Message]:
     items = request.input
     if isinstance(items, str):
         return [*messages, Message(role="user", content=items)]
-    turn: Message | None = None  # the assistant's message, while items may belong to it
     for item in items:
         if isinstance(item, InputMessage) and item.role != "assistant":
-            turn = None
             messages.append(Message(role=item.role, content=item.content))
             continue
         if isinstance(item, InputCallOutput):
-            turn = None
             messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
             continue
-        if turn is None:
-            turn = Message(role="assistant")
-            messages.append(turn)
+        if not messages or messages[-1].role != "assistant":
+            messages.append(Message(role="assistant"))
+        turn = messages[-1]
         if isinstance(item, InputMessage):
             turn.content = turn.text + join_text(item.content)
         elif isinstance(item, InputCall):
