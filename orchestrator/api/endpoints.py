@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from orchestrator.cluster.connecting import wait_until_connected
 from orchestrator.cluster.directory import side_of
 from orchestrator.cluster.placement import Directories, Look, addresses_in, keep_found
 from orchestrator.cluster.service_status import ControlLine, Lines, keep_drafts_informed, read_statuses
-from orchestrator.cluster.supervision import supervise
+from orchestrator.cluster.supervision import Supervisor
 from orchestrator.requests.access import Access
 from orchestrator.requests.keys import watch_keys
 from orchestrator.requests.records import Limits, default_sampling, max_message
@@ -32,7 +32,6 @@ from orchestrator.sessions.tracing import tracing
 from orchestrator.text.replies import find_format
 from protos import inference_pb2_grpc
 from specahead.config import Config, SettingsError
-from specahead.config.access import Http
 from specahead.config.garbage import keep_loaded
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.engine.loading.config import load_config, load_shape
@@ -88,7 +87,10 @@ async def serve_clients(
         server = await start_server(clients.host, clients.grpc_port, [inference], guard, max_message(frontend.limits))
         started.push_async_callback(server.stop, 1.0)
         connections = Connections.within_open_files(clients.http.max_connections, access.proxies)
-        responses = started.enter_context(_stored_responses(clients.http))
+        responses, kept = None, clients.http
+        if kept.response_store:
+            responses = ResponseStore(kept.response_store, 3600 * kept.response_hours, kept.response_gib * 2**30)
+            started.callback(responses.close)
         app = make_app(frontend, partial(read_statuses, services), read_addresses, responses)
         hosts = hosts_of(clients.host, clients.http.allowed_hosts)
         guarded = GuardedHttp(app, access.callers, open_paths(clients), frontend, access.proxies, hosts)
@@ -118,17 +120,6 @@ async def connect(
     pages = min(round(target.gauges.get("kv_pages", 0)) for target in targets)
     room = pages * PAGE_SIZE - config.target.most_drafted - 1
     frontend.limits = replace(frontend.limits, kv_tokens=max(room, 0))
-
-
-@contextlib.contextmanager
-def _stored_responses(settings: Http) -> Iterator[ResponseStore | None]:
-    """Yield the store of responses, None if none are stored. Raises OSError for a file that cannot be used."""
-    if not settings.response_store:
-        yield None
-        return
-    seconds, most = 3600 * settings.response_hours, settings.response_gib * 2**30
-    with contextlib.closing(ResponseStore(settings.response_store, seconds, most)) as store:
-        yield store
 
 
 def make_frontend(config: Config, router: Router, tracer: Any = None) -> Frontend:
@@ -191,7 +182,7 @@ async def run(
             watching, turn = [], asyncio.Lock()
             if placement is not None:
                 put = partial(_put, directories)
-                watching.append(supervise(lines, placement, put, stop_on_signals, turn))
+                watching.append(Supervisor(lines, placement, put, stop_on_signals, turn).run())
                 asked, least = config.cluster.autoscaling, max(1, config.cluster.targets)
                 if asked.max_targets > least:
                     targets = frontend.router.targets

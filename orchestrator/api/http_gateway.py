@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
@@ -23,6 +23,7 @@ from orchestrator.api.http_requests import JSONRoute, error_answer
 from orchestrator.api.messages_answer import PATH as MESSAGES
 from orchestrator.api.messages_answer import MessagesAnswer
 from orchestrator.api.responses_answer import ResponsesAnswer
+from orchestrator.cluster.service_status import StatusReader
 from orchestrator.requests.callers import current_caller
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.requests.messages_request import MessagesRequest, PromptRequest
@@ -43,7 +44,6 @@ from orchestrator.text.chat import render_chat
 from orchestrator.text.tokenizing import work_on_text
 from specahead.config.version import running_version
 from specahead.wire.errors import InvalidArgument, ServiceError
-from specahead.wire.messages import ServiceStatus
 
 # What the APIs of OpenAI and vLLM have, with /v1 before it or without, and this one has not.
 _NOT_SERVED = {
@@ -52,8 +52,6 @@ _NOT_SERVED = {
     **{"pooling": "embeddings", "rerank": "ranking", "score": "ranking", "classify": "ranking"},
     **{"fine_tuning": "training", "vector_stores": "files", "assistants": "assistants", "threads": "assistants"},
 }
-StatusReader = Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
-
 
 # Without this, the OpenAPI schema would promise FastAPI's own form of errors.
 router = APIRouter(route_class=JSONRoute, responses={"4XX": {"description": "An error in OpenAI's form"}})
@@ -126,7 +124,7 @@ async def complete(body: CompletionRequest, request: Request, frontend: Served) 
             await asyncio.sleep(0)  # lets other requests run between prompts
         tokens.append(await frontend.encode(prompt, special))
     answer = CompletionAnswer(name, frontend.name, body, tokens, frontend.tokenizer.decode)
-    return await _answer(request, frontend, body, tokens, answer, await frontend.grammar(body))
+    return await _answer(request, frontend, body, tokens, answer)
 
 
 @router.post("/v1/chat/completions")
@@ -137,7 +135,7 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     prompt, tokens = await _chat_prompt(body, frontend, request)
     parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
     answer = ChatAnswer(name, frontend.name, body, tokens, parsers, frontend.tokenizer.decode)
-    return await _answer(request, frontend, body, [tokens], answer, await frontend.grammar(body, prompt))
+    return await _answer(request, frontend, body, [tokens], answer, prompt)
 
 
 @router.post("/v1/responses")
@@ -150,8 +148,7 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     prompt, tokens = await _chat_prompt(body_as_chat, frontend, request)
     parser = frontend.reply_parser(body_as_chat, prompt)
     answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode, store)
-    grammar = await frontend.grammar(body_as_chat, prompt)
-    return await _answer(request, frontend, body_as_chat, [tokens], answer, grammar)
+    return await _answer(request, frontend, body_as_chat, [tokens], answer, prompt)
 
 
 def _stored(
@@ -189,7 +186,7 @@ async def write_message(body: MessagesRequest, request: Request, frontend: Serve
     parser = frontend.reply_parser(as_chat, prompt)
     parallel = as_chat.parallel_tool_calls is not False
     answer = MessagesAnswer(name, frontend.name, body, len(tokens), parser, parallel)
-    return await _answer(request, frontend, as_chat, [tokens], answer, await frontend.grammar(as_chat, prompt))
+    return await _answer(request, frontend, as_chat, [tokens], answer, prompt)
 
 
 @router.post(f"{MESSAGES}/count_tokens")
@@ -219,24 +216,30 @@ async def _answer(
     body: GenerationRequest,
     prompts: list[list[int]],
     answer: Answer,
-    grammar: str,
+    prompt: str = "",
 ) -> Response:
-    """Return the HTTP response of an answer, whole or as a stream. Raises ServiceError."""
+    """Return the HTTP response of an answer, whole or as a stream. Raises ServiceError.
+
+    prompts: their tokens. prompt: the text of a chat.
+    """
+    grammar = await frontend.grammar(body, prompt)
     chunks = frontend.generate(frontend.prepare(body, prompts, grammar), body)
     if body.stream:
         return await open_stream(answer, chunks)
     async with aclosing(chunks):
-        shows = body.return_speculation or "x-return-speculation" in request.headers
-        whole = await unless_left(request, _whole(answer, chunks, bool(shows)))
-    return JSONResponse(whole, 499 if whole is None else 200)
+        whole = await unless_left(request, _whole(answer, chunks))
+    if whole is None:
+        return JSONResponse(None, 499)
+    shows = body.return_speculation or "x-return-speculation" in request.headers
+    return JSONResponse(whole | answer.speculation() if shows else whole)
 
 
-async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk], shows_speculation: bool) -> dict[str, Any]:
+async def _whole(answer: Answer, chunks: AsyncGenerator[Chunk]) -> Event:
     """Return the answer that a stream of these chunks adds up to."""
     answer.opening()
     async for chunk in chunks:
         answer.add(chunk)
-    return answer.whole() | (answer.speculation() if shows_speculation else {})
+    return answer.whole()
 
 
 @router.post("/tokenize")

@@ -2,13 +2,13 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from orchestrator.cluster.directory import side_of
+from orchestrator.cluster.service_status import Statuses
 from orchestrator.requests.records import Limits
 from specahead.config.launch import ClientSettings
 from specahead.engine.kv.pages import PAGE_SIZE
-from specahead.wire.messages import ServiceStatus
 from specahead.wire.plan_words import plan_in_words
 
 _SHORT = 1024  # tokens of a short session
@@ -20,7 +20,7 @@ def welcome(
     limits: Limits,
     sessions: int,
     has_template: bool,
-    services: Mapping[str, ServiceStatus | None],
+    services: Statuses,
     placement: str,
 ) -> Iterable[str]:
     """Yield the lines.

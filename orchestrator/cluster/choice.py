@@ -79,14 +79,12 @@ def choose(config: Config, machine: Machine, sizes: PairSizes | None) -> Choice:
     gpus = machine.gpus if target.device != "cpu" else 0
     grows, ranks = cluster.autoscaling.max_targets > 0, target.tensor_parallel_size
     alone = cluster.targets or (1 if grows or target.host_kv_memory else max(1, gpus // ranks))
-    together, few = (
-        Choice(True, alone, 0, "the settings ask for it"),
-        Choice(False, cluster.targets or 1, cluster.drafts or 1, "the settings ask for it"),
-    )
+    asked = "the settings ask for it"
+    together, few = Choice(True, alone, 0, asked), Choice(False, cluster.targets or 1, cluster.drafts or 1, asked)
     # The fewest drafts that keep up with the targets on all other GPUs.
     drafts = math.ceil(gpus / (_TARGETS_A_DRAFT * ranks + 1)) if gpus > 1 else 1
     filled = 1 if grows or gpus < 2 else max(1, (gpus - drafts) // ranks)
-    many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, "the settings ask for it")
+    many = Choice(False, cluster.targets or filled, cluster.drafts or drafts, asked)
     if sizes is None:
         return Choice(False, alone, 0, "there is no draft model")
     if sizes.has_head and target.placement == "apart":

@@ -36,7 +36,8 @@ def _connect(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets whatever else runs there hold up every step
     options: dict[str, Any] = {"namespace": settings.namespace, "log_to_driver": False, "logging_level": "error"}
-    address = {"auto": _running_ray, "local": lambda: None}.get(settings.ray_address, lambda: settings.ray_address)()
+    asked = settings.ray_address
+    address = _running_ray() if asked == "auto" else None if asked == "local" else asked
     if address is not None:
         log.info("joining the running Ray", extra={"address": address})
         check_ray_listens(address)
@@ -44,7 +45,7 @@ def _connect(settings: ClusterSettings) -> TemporaryDirectory[str] | None:
         _keep_ray_on_loopback()
     if address is not None:
         # By its own name where one was given: Ray takes up its token for a cluster that it finds itself only.
-        ray.init(address=settings.ray_address, **options)
+        ray.init(address=asked, **options)
         return None
     log.info("starting Ray on 127.0.0.1")
     # This Ray gets no more nodes. Its autoscaler would print a traceback at a SIGTERM to the whole process group.

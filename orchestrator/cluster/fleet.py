@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -207,16 +207,6 @@ def _start_actor(
         max_concurrency=2,
     )
     return actor.remote(settings, neighbours)
-
-
-@contextlib.contextmanager
-def placement_on_ray(config: Config) -> Iterator[RayPlacement]:
-    """Join or start Ray; stop the services and our part of Ray at the end."""
-    placement = RayPlacement(config)
-    try:
-        yield placement
-    finally:
-        placement.stop()
 
 
 def _wait_for(actors: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

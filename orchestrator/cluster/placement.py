@@ -42,9 +42,10 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, "RayPlacement
             yield _by_side(there), None, joined.look
         return
     with _importing_ray():
-        from orchestrator.cluster.fleet import placement_on_ray
+        from orchestrator.cluster.fleet import RayPlacement
 
-    with placement_on_ray(config) as placement:
+    placement = RayPlacement(config)
+    try:
         own = placement.owns_ray
         print("no running Ray was found: started one on 127.0.0.1" if own else "joined the running Ray", flush=True)
         placement.start()
@@ -52,6 +53,8 @@ def placed_services(config: Config) -> Iterator[tuple[Directories, "RayPlacement
             print(f"{name} service: pid {pid}, {address}", flush=True)
         addresses = {name: address for name, (address, _) in placement.services.items()}
         yield _by_side(addresses), placement, None
+    finally:
+        placement.stop()
 
 
 @contextlib.contextmanager

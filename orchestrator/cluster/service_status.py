@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from specahead.wire.streams import BEAT_SECONDS
 
 log = logging.getLogger(__name__)
 
+# The status of each service, by name; None for one that does not answer.
+Statuses = Mapping[str, ServiceStatus | None]
+StatusReader = Callable[[], Awaitable[Statuses]]
 _STUBS = {"target": control_pb2_grpc.TargetControlStub, "draft": control_pb2_grpc.DraftControlStub}
 
 
@@ -81,7 +84,7 @@ async def read_statuses(lines: Mapping[str, ControlLine]) -> dict[str, ServiceSt
     return dict(zip(asked, await asyncio.gather(*map(_status, asked.values())), strict=True))
 
 
-def gauges_of_targets(services: Mapping[str, ServiceStatus | None]) -> Counter[str]:
+def gauges_of_targets(services: Statuses) -> Counter[str]:
     """Return the gauges of the targets that answer, summed over them."""
     total: Counter[str] = Counter()
     for name, status in services.items():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from orchestrator.cluster import supervision
+from orchestrator.cluster.supervision import Supervisor
 from orchestrator.sessions.ledger import Ledger, Record
 from orchestrator.sessions.router import Router
 from orchestrator.sessions.routing import TargetView
@@ -22,10 +22,10 @@ from tests.simulation.runs import run_seed
 def hung_services_stay() -> AbstractContextManager[Any]:
     """Services that die are started again, but services that hang are not replaced."""
 
-    async def replace(side: str, placement: Any) -> bool:
+    async def replace(self: Supervisor, name: str) -> bool:
         return True
 
-    return patch.object(supervision, "_replace", replace)
+    return patch.object(Supervisor, "_replace", replace)
 
 
 def sessions_of_a_lost_gateway_stay() -> AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ def repeats_are_written_down_again() -> AbstractContextManager[Any]:
 
 def lost_targets_are_not_resumed_on() -> AbstractContextManager[Any]:
     """Sessions of a lost target are not opened again."""
-    return patch.object(Router, "_resume", lambda self, record, views: None)
+    return patch.object(Router, "_lives", lambda self, stream: False)
 
 
 def what_targets_evict_is_remembered() -> AbstractContextManager[Any]:

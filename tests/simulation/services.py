@@ -10,7 +10,7 @@ from draft_service.drafter import Drafter
 from orchestrator.api.grpc_gateway import InferenceServicer
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.service_status import Lines
-from orchestrator.cluster.supervision import supervise
+from orchestrator.cluster.supervision import Supervisor
 from orchestrator.requests.records import Limits, max_message
 from orchestrator.sessions.generation import Frontend
 from orchestrator.sessions.metrics import Metrics
@@ -130,4 +130,4 @@ async def run_gateway(
         server = await start_server(name, PORT, [inference], OPEN, max_message(limits))
         await server.set_serving(True)
         watched = Directory({service: address_of(service) for service in services})
-        await supervise(Lines([watched], PeerAccess()), placement, watched.put)
+        await Supervisor(Lines([watched], PeerAccess()), placement, watched.put).run()

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from orchestrator.cluster.supervision import supervise
+from orchestrator.cluster.supervision import Supervisor
 from specahead.wire.errors import ClusterError
 from specahead.wire.messages import ServiceStatus
 
@@ -77,7 +77,7 @@ def put(name: str, address: str) -> None:
 async def watch(placement: Placement, **services: Service) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await supervise(services, placement, put)
+            await Supervisor(services, placement, put).run()
 
 
 async def first_found(placement: Placement, **services: Service) -> tuple[str, str]:
@@ -88,7 +88,7 @@ async def first_found(placement: Placement, **services: Service) -> tuple[str, s
         if not found.done():
             found.set_result((name, address))
 
-    watching = asyncio.create_task(supervise(services, placement, tell))
+    watching = asyncio.create_task(Supervisor(services, placement, tell).run())
     try:
         async with asyncio.timeout(20):
             return await found
@@ -129,7 +129,7 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
     placement, told = Placement(lost=3), []
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await supervise(answering(), placement, put, lambda: told.append(placement.restarts))
+            await Supervisor(answering(), placement, put, lambda: told.append(placement.restarts)).run()
     assert placement.restarts == 3
     assert told == [1, 2, 3]
     assert "Ray is lost" in caplog.text
@@ -138,12 +138,12 @@ async def test_a_lost_ray_is_started_again(caplog: pytest.LogCaptureFixture) -> 
 
 async def test_a_ray_that_is_lost_for_good_ends_the_launch() -> None:
     with pytest.raises(ClusterError, match="could not be placed again: no Ray"):
-        await supervise(answering(), Placement(lost=9), put)
+        await Supervisor(answering(), Placement(lost=9), put).run()
 
 
 async def test_a_head_that_stays_away_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.cluster.supervision.RAY_AWAY", 0.1)
     placement = Placement(lost=9, away=10**9, owns_ray=False)
     with pytest.raises(ClusterError, match="could not be placed again"):
-        await supervise(answering(), placement, put)
+        await Supervisor(answering(), placement, put).run()
     assert 10**9 - placement.away > 3, "it was asked again and again"

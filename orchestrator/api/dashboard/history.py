@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import dropwhile
-from typing import Any
 
 from specahead.wire.messages import Commit
 
@@ -48,10 +47,6 @@ class Sample:
     """From one token to the next."""
     turn: Counter[int] = field(default_factory=Counter)
     """From a request to the end of its answer."""
-
-    def values(self) -> list[Any]:
-        """Return all values, in the order of SAMPLE_FIELDS."""
-        return list(vars(self).values())
 
 
 SAMPLE_FIELDS = tuple(each.name for each in fields(Sample))

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,11 @@ from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse,
 
 from orchestrator.api.dashboard.feed import ROUND_FIELDS
 from orchestrator.api.dashboard.history import BUCKETS, SAMPLE_FIELDS, SAMPLE_SECONDS
-from orchestrator.cluster.service_status import gauges_of_targets
+from orchestrator.cluster.service_status import Statuses, StatusReader, gauges_of_targets
 from orchestrator.requests.callers import Caller, current_caller
 from orchestrator.sessions.generation import Frontend
 from specahead import models
 from specahead.config.speculation import WITHOUT_DRAFT
-from specahead.wire.messages import ServiceStatus
 from specahead.wire.plan_words import plan_in_words
 
 FOLDER = Path(__file__).parent
@@ -85,9 +84,7 @@ async def follow(request: Request) -> Response:
     return StreamingResponse(texts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _events(
-    caller: Caller, frontend: Frontend, read_status: Callable[[], Awaitable[Mapping[str, ServiceStatus | None]]]
-) -> AsyncIterator[dict[str, Any]]:
+async def _events(caller: Caller, frontend: Frontend, read_status: StatusReader) -> AsyncIterator[dict[str, Any]]:
     limits, feed, history = frontend.limits, frontend.observer.feed, frontend.observer.history
     hello = {"model": frontend.name, "draft": frontend.draft_name, "longest": limits.longest}
     names = {"round_fields": ROUND_FIELDS, "sample_fields": SAMPLE_FIELDS, "sample_seconds": SAMPLE_SECONDS}
@@ -100,14 +97,14 @@ async def _events(
             if tick % STATUS_TICKS == 0:
                 samples = history.since(seen)  # the last one sent may have grown
                 seen = samples[-1].time if samples else seen
-                yield _status(frontend, await read_status()) | {"samples": [each.values() for each in samples]}
+                yield _status(frontend, await read_status()) | {"samples": [[*vars(each).values()] for each in samples]}
             event = feed.take(viewer)
             if event is not None:
                 yield event
             await asyncio.sleep(TICK_SECONDS)
 
 
-def _status(frontend: Frontend, services: Mapping[str, ServiceStatus | None]) -> dict[str, Any]:
+def _status(frontend: Frontend, services: Statuses) -> dict[str, Any]:
     gauges, running = gauges_of_targets(services), frontend.router.running
     attached = any(status is not None and status.attached for status in services.values())
     waiting = min(running, int(gauges.get("queued_sessions", 0)))
