@@ -32,7 +32,7 @@ from specahead.wire.tasks import meanwhile
 
 @dataclass(frozen=True)
 class Chunk:
-    """One message's addition to a choice. The last chunk of a choice has a finish reason and the counts of tokens."""
+    """One message's addition to a choice, and the counts of tokens so far. The last chunk has a finish reason."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -55,26 +55,20 @@ class Chunk:
         return None if self.finish_reason is FinishReason.NONE else self.finish_reason.name.lower()
 
 
+@dataclass(eq=False)
 class Frontend:
     """Serves the model's requests for both gateways."""
 
-    def __init__(
-        self,
-        router: Router,
-        tokenizer: Any,
-        limits: Limits,
-        observer: Observer,
-        draft_name: str,
-        reply_format: ReplyFormat | None = None,
-    ) -> None:
-        """reply_format: how the model writes tool calls and reasoning."""
-        self.router = router
-        self.tokenizer = tokenizer
-        self.encoder = TextEncoder(tokenizer)
-        self.limits = limits
-        self.observer = observer
-        self.draft_name = draft_name
-        self.reply_format = reply_format or ReplyFormat()
+    router: Router
+    tokenizer: Any
+    limits: Limits
+    observer: Observer
+    draft_name: str
+    reply_format: ReplyFormat = field(default_factory=ReplyFormat)
+    """How the model writes tool calls and reasoning."""
+
+    def __post_init__(self) -> None:
+        self.encoder = TextEncoder(self.tokenizer)
         self.accepting = True
         self.created = int(time.time())  # in seconds since 1970
         self._grammars = GrammarCompiler()
@@ -100,8 +94,7 @@ class Frontend:
 
         Called before a request is parsed, so that refusing many requests costs the running ones little.
         """
-        if (reason := self.router.why_full()) is not None:
-            raise reason
+        self.router.check_room()
 
     async def encode(self, prompt: str | list[int], special_tokens: bool = True, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt; a long text is encoded in a thread. Raises InvalidArgument.
@@ -153,22 +146,22 @@ class Frontend:
         Raises ServiceError as soon as one of them fails.
         """
         if len(records) == 1 and not request.only_echoes:  # needs no task and no queue
-            return self._generate(records[0], request, 0)
+            return self._generate(records[0], request)
         return self._generate_together(records, request)
 
     async def _generate_together(self, records: list[Record], request: GenerationRequest) -> AsyncGenerator[Chunk]:
         arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
 
-        async def run(record: Record, choice: int) -> None:
+        async def run(record: Record) -> None:
             try:
-                async with aclosing(self._generate(record, request, choice)) as chunks:
+                async with aclosing(self._generate(record, request)) as chunks:
                     async for chunk in chunks:
                         arrived.put_nowait(chunk)
             except Exception as error:  # raised below, in the caller's task
                 arrived.put_nowait(error)
 
         unfinished = len(records)
-        async with meanwhile(*(run(record, choice) for choice, record in enumerate(records))):
+        async with meanwhile(*map(run, records)):
             while unfinished:
                 item = await arrived.get()
                 if isinstance(item, Exception):
@@ -176,7 +169,7 @@ class Frontend:
                 unfinished -= item.finish_reason is not FinishReason.NONE
                 yield replace(item, text="", tokens=[], completion_tokens=0) if request.only_echoes else item
 
-    async def _generate(self, record: Record, request: GenerationRequest, choice: int) -> AsyncGenerator[Chunk]:
+    async def _generate(self, record: Record, request: GenerationRequest) -> AsyncGenerator[Chunk]:
         shown = _ShownText(self.tokenizer, request, record.asked.sampling.min_tokens)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
@@ -185,18 +178,20 @@ class Frontend:
         try:
             async with aclosing(self.router.stream(record)) as rounds:
                 async for item in rounds:
-                    if item.finish_reason is FinishReason.ABORT:
-                        last = Chunk("", choice=choice, finish_reason=FinishReason.ABORT)
-                        break
-                    text, item = shown.push(item)
-                    watch.round(item)
-                    sent += len(item.tokens)
+                    text = ""
+                    if item.finish_reason is not FinishReason.ABORT:
+                        text, item = shown.push(item)
+                        watch.round(item)
+                        sent += len(item.tokens)
                     chunk = Chunk(
                         text,
                         item.tokens,
                         item.finish_reason,
+                        prompt_tokens=record.prompt_tokens,
+                        cached_tokens=record.cached_tokens,
+                        completion_tokens=sent,
                         totals=record.totals,
-                        choice=choice,
+                        choice=record.asked.choice,
                         logprobs=item.logprobs,
                         prompt_logprobs=item.prompt_logprobs,
                         stop=shown.stop,
@@ -207,7 +202,7 @@ class Frontend:
                     yield chunk
             if last is not None:  # the session has ended, also on its target
                 outcome = last.finish_reason.name.lower()
-                yield _last(last, record, sent)
+                yield last
         except ServiceError as error:
             outcome = error
             raise
@@ -243,9 +238,8 @@ class _ShownText:
     def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int) -> None:
         """min_tokens: the first tokens, within which no stop string ends."""
         self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
-        self._with_stop = bool(request.include_stop_str_in_output)
-        self._finder = StopFinder(request.stops, self._with_stop)
-        self._tokens, self._min_tokens, self._has_stops = 0, min_tokens, bool(request.stops)
+        self._finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
+        self._tokens, self._min_tokens = 0, min_tokens
 
     @property
     def stop(self) -> str:
@@ -254,10 +248,10 @@ class _ShownText:
 
     def push(self, commit: Commit) -> tuple[str, Commit]:
         """Return the text of a round, and the round, cut behind the token that completes a stop string if one does."""
-        hidden = commit.finish_reason is FinishReason.STOP and not self._with_stop  # the last token
+        hidden = commit.finish_reason is FinishReason.STOP and not self._finder.include  # the last token
         shown = commit.tokens[:-1] if hidden else commit.tokens
         ended = commit.finish_reason is not FinishReason.NONE
-        if not self._has_stops:
+        if not self._finder.stop:
             text = self._detokenizer.push(shown)
             return text + self._detokenizer.finish() if ended else text, commit
         shown_text = ""
@@ -282,14 +276,3 @@ class _ShownText:
         if is_last and not stopped:
             text += self._finder.finish()  # it might have begun a stop string
         return text, stopped
-
-
-def _last(chunk: Chunk, record: Record, sent: int) -> Chunk:
-    """Return a choice's last chunk with the counts of tokens. sent: tokens of the answer, this chunk's included."""
-    return replace(
-        chunk,
-        prompt_tokens=record.prompt_tokens,
-        cached_tokens=record.cached_tokens,
-        completion_tokens=sent,
-        totals=record.totals,
-    )

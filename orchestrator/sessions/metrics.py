@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from orchestrator.cluster.directory import side_of
-from orchestrator.cluster.service_status import gauges_of_targets
+from orchestrator.cluster.service_status import Statuses, gauges_of_targets
 from orchestrator.sessions.ledger import Record
 from orchestrator.sessions.router import TargetState
-from specahead.wire.messages import Commit, ServiceStatus
+from specahead.wire.messages import Commit
 
 OURS, VLLM = "specahead:", "vllm:"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -138,20 +138,12 @@ class Metrics:
         counter["audited_kl_divergence"].inc(figures.kl_divergence)
         counter["audited_same_greedy"].inc(figures.same_greedy)
 
-    def failed(self, reason: str) -> None:
-        """Count a request that broke off after its first token."""
-        self._by_label["request_failed"].labels(self._model, reason).inc()
-
-    def refused(self, reason: str) -> None:
-        """Count a request that got no token."""
-        self._by_label["request_refused"].labels(self._model, reason).inc()
+    def unfinished(self, reason: str, began: bool) -> None:
+        """Count a request that came to no end. began: whether it broke off after its first token; else it got none."""
+        self._by_label["request_failed" if began else "request_refused"].labels(self._model, reason).inc()
 
     def exposition(
-        self,
-        requests: int,
-        services: Mapping[str, ServiceStatus | None],
-        addresses: Mapping[str, str],
-        targets: Mapping[str, TargetState],
+        self, requests: int, services: Statuses, addresses: Mapping[str, str], targets: Mapping[str, TargetState]
     ) -> bytes:
         """Return the text that Prometheus reads.
 
@@ -177,9 +169,7 @@ def _as_vllm(family: Metric) -> Metric:
     return other
 
 
-def _service_families(
-    model: str, services: Mapping[str, ServiceStatus | None], addresses: Mapping[str, str]
-) -> Iterator[Metric]:
+def _service_families(model: str, services: Statuses, addresses: Mapping[str, str]) -> Iterator[Metric]:
     """Yield the metrics of the services; counters restart with their service."""
     labels = ["model_name", "service", "side"]
     info = GaugeMetricFamily(f"{OURS}service_info", "Where a service is", labels=[*labels, "address", "version"])

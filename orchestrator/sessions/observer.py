@@ -83,7 +83,7 @@ class Observer:
             return
         error.reported = True
         began = record is not None and bool(record.generated)
-        (self.metrics.failed if began else self.metrics.refused)(error.code)
+        self.metrics.unfinished(error.code, began)
         fields = {
             "request": request if record is None else record.session,
             "key": current_caller().name,

@@ -173,16 +173,11 @@ class Router:
             if place is not None:
                 place.close(record.session, self._leaving or record.finish_reason is not FinishReason.NONE)
 
-    def why_full(self) -> ResourceExhausted | None:
-        """Return why even the shortest request would be refused now; None if it might be accepted."""
+    def check_room(self) -> None:
+        """Raise ResourceExhausted if even the shortest request would be refused now."""
         views = [stream.view for stream in self._usable().values()]
-        if not views or any(view.left for view in views):  # sessions left there may go on
-            return None
-        try:
+        if views and not any(view.left for view in views):  # sessions left there may go on
             routing.admit(views, 1)
-        except ResourceExhausted as error:
-            return error
-        return None
 
     def is_open(self, session: str) -> bool:
         """Return whether a session of this name is open."""
@@ -235,14 +230,6 @@ class Router:
         self._place(record, views)
         return True
 
-    def _resume(self, record: Record, views: list[routing.TargetView]) -> None:
-        """Open a session whose target is lost on one of these targets."""
-        if record.resumptions >= _MAX_RESUMPTIONS:
-            self._abandon(record, "the target was lost again and again while it ran this request")
-            return
-        record.resumptions += 1
-        self._place(record, views)
-
     def _abandon(self, record: Record, reason: str) -> None:
         """Give a session up, and fail its reader."""
         record.resumptions = _MAX_RESUMPTIONS + 1
@@ -258,7 +245,11 @@ class Router:
         usable = self._usable().values()
         living = [stream.view for stream in usable if self._lives(stream)]
         for record in self._waiting() if living else []:
-            self._resume(record, living)
+            record.resumptions += 1
+            if record.resumptions > _MAX_RESUMPTIONS:
+                self._abandon(record, "the target was lost again and again while it ran this request")
+            else:
+                self._place(record, living)
         if usable:
             self._stop_clock()
         elif self._giving_up is None and self._waiting():

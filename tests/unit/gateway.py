@@ -65,8 +65,9 @@ class ScriptedRouter:
     def target_states(self) -> dict[str, TargetState]:
         return {"target": TargetState(True, self.running, len(self.opened))}
 
-    def why_full(self) -> ResourceExhausted | None:
-        return ResourceExhausted("the queues of all targets are full", retry_after=self.full) if self.full else None
+    def check_room(self) -> None:
+        if self.full:
+            raise ResourceExhausted("the queues of all targets are full", retry_after=self.full)
 
     def is_open(self, session: str) -> bool:
         return session in self.ledger.records
@@ -144,7 +145,7 @@ async def running_gateway(
         return {"target": None, "draft": None}
 
     observer = Observer(Metrics(MODEL), router.tokenizer, False, tracer)
-    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format)
+    frontend = Frontend(router, router.tokenizer, limits, observer, "tiny-draft", reply_format or ReplyFormat())
     app = make_app(frontend, read_status, lambda: {"target": "127.0.0.1:1", "draft": "127.0.0.1:2"}, responses)
     hosts = hosts_of("127.0.0.1", allowed_hosts)
     app = GuardedHttp(app, callers, OPEN, frontend, Proxies(""), hosts)

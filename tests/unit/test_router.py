@@ -449,12 +449,14 @@ async def test_a_request_is_refused_before_it_is_sent_where_all_queues_are_full(
         with pytest.raises(ResourceExhausted, match="the queues of all targets are full") as error:
             await tokens_of(router, "a")
         assert error.value.retry_after == 1 and not received and not router.ledger.records
-        assert str(router.why_full()) == str(error.value)
+        with pytest.raises(ResourceExhausted) as refusal:
+            router.check_room()
+        assert str(refusal.value) == str(error.value)
     free = reporting(Report(number=1, sessions=70, waiting=6, queue_places=1), received)
     async with routing_to(Target(full), Target(free)) as router:
-        assert router.why_full() is None
+        router.check_room()
         assert await tokens_of(router, "a") == [7]
     left = reporting(Report(number=1, sessions=70, waiting=6, queue_places=0, left=["a"]), received)
     async with routing_to(Target(full), Target(left)) as router:
-        assert router.why_full() is None
+        router.check_room()
         assert await tokens_of(router, "a") == [7]
