@@ -20,12 +20,6 @@ def error_body(error: ServiceError) -> Event:
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
-def error_headers(error: ServiceError) -> dict[str, str]:
-    """Return the HTTP headers of an error."""
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
-    return headers | ({"WWW-Authenticate": "Bearer"} if error.http_code == 401 else {})
-
-
 class Totals:
     """The tokens and rounds of all choices of a request, known once each has ended."""
 
@@ -98,7 +92,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self) -> Event:
-        """Return the answer in one piece."""
+        """Return the answer in one piece, after `opening` and all chunks."""
 
     def speculation(self) -> Event:
         """Return how speculation went: the last event of a stream has it, a whole answer only for those who ask."""
@@ -139,14 +133,12 @@ class ChoicesAnswer(Answer):
         return {"token_ids": tokens} if self._request.return_token_ids else {}
 
     def closing(self) -> list[Event]:
-        """Return the events after the end of all choices."""
         if not self._request.wants_usage:
             return []
         last = self._head | {"object": self.piece_object, "choices": [], "usage": self._totals.usage()}
         return [last | self.speculation()]
 
     def whole(self) -> Event:
-        """Return the answer in one piece, after `opening` and all chunks."""
         choices = [self._whole_choice(joined(pieces)) for _, pieces in sorted(self._pieces.items())]
         return self._head | {"object": self.whole_object, "choices": choices, "usage": self._totals.usage()}
 

@@ -25,13 +25,11 @@ class ChatAnswer(ChoicesAnswer):
         self._calls = [0] * len(parsers)  # of each choice so far
 
     def opening(self) -> list[Event]:
-        """Return the first events of a stream."""
         delta = {"role": "assistant", "content": ""}
         pieces = [self._piece(i, {"delta": delta}) for i in range(len(self._parsers))]
         return [pieces[0] | self._prompt, *pieces[1:]]
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Add a chunk, and return its events."""
         self._totals.add(chunk)
         choice, reason = chunk.choice, chunk.reason
         deltas = self._parsers[choice].feed(chunk.text, reason is not None, reason == "length")
@@ -80,5 +78,4 @@ class ChatAnswer(ChoicesAnswer):
         return joined_pieces | {"message": message}
 
     def whole(self) -> Event:
-        """Return the answer in one piece, after `opening` and all chunks."""
         return super().whole() | self._prompt

@@ -32,7 +32,6 @@ class CompletionAnswer(ChoicesAnswer):
         return events
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Add a chunk, and return its events."""
         self._totals.add(chunk)
         asked = self._request.wanted_logprobs is not None
         logprobs = self._logprobs[chunk.choice].take(chunk) if asked else None

@@ -111,7 +111,17 @@ def _plain(value: Any) -> Any:
 
 
 def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(
+    of_last: dict[str, Any] = {}
+    if chunk.finish_reason is not FinishReason.NONE:
+        of_last["usage"] = {
+            "prompt_tokens": chunk.prompt_tokens,
+            "completion_tokens": chunk.completion_tokens,
+            "total_tokens": chunk.prompt_tokens + chunk.completion_tokens,
+            "cached_tokens": chunk.cached_tokens,
+        }
+        summary, names = chunk.totals.summary(), inference_pb2.SpeculationSummary.DESCRIPTOR.fields_by_name
+        of_last["speculation"] = {name: summary[name] for name in names}
+    return inference_pb2.GenerateResponse(
         request_id=request_id,
         text=chunk.text,
         token_ids=chunk.tokens,
@@ -119,17 +129,5 @@ def _chunk_to_pb(request_id: str, chunk: Chunk) -> inference_pb2.GenerateRespons
         choice=chunk.choice,
         logprobs=[vars(item) for item in chunk.logprobs[: len(chunk.tokens)]],
         prompt_logprobs=[vars(item) for item in chunk.prompt_logprobs],
+        **of_last,
     )
-    if chunk.finish_reason is not FinishReason.NONE:
-        response.usage.CopyFrom(
-            inference_pb2.Usage(
-                prompt_tokens=chunk.prompt_tokens,
-                completion_tokens=chunk.completion_tokens,
-                total_tokens=chunk.prompt_tokens + chunk.completion_tokens,
-                cached_tokens=chunk.cached_tokens,
-            )
-        )
-        summary = chunk.totals.summary()
-        names = inference_pb2.SpeculationSummary.DESCRIPTOR.fields_by_name
-        response.speculation.CopyFrom(inference_pb2.SpeculationSummary(**{name: summary[name] for name in names}))
-    return response

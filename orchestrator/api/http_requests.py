@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Send
 
-from orchestrator.api.answers import error_body, error_headers
+from orchestrator.api.answers import error_body
 from orchestrator.api.messages_answer import PATH, messages_error
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
@@ -150,7 +150,9 @@ def _sending_id(name: str, path: str, send: Send) -> Send:
 def error_answer(path: str, error: ServiceError, http_code: int, headers: Mapping[str, str] | None = None) -> Response:
     """Return the response to a request at a path that ends in an error, in the form of the path's API."""
     body = messages_error(error, http_code) if path.startswith(PATH) else error_body(error)
-    return JSONResponse(body, http_code, {**(headers or {}), **error_headers(error)})
+    later = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
+    asked = {"WWW-Authenticate": "Bearer"} if error.http_code == 401 else {}
+    return JSONResponse(body, http_code, {**(headers or {}), **later, **asked})
 
 
 def _request_id(headers: Headers) -> str:

@@ -46,12 +46,10 @@ class MessagesAnswer(Answer):
         self._stop: Event = {"stop_reason": None, "stop_sequence": None}
 
     def opening(self) -> list[Event]:
-        """Return the first events of a stream."""
         usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         return [{"type": "message_start", "message": self._head | {"content": [], "usage": usage} | self._stop}]
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Add a chunk, and return its events."""
         self._totals.add(chunk)
         deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
         events = [event for delta in deltas for event in self._take(delta)]
@@ -67,19 +65,16 @@ class MessagesAnswer(Answer):
         return "stop_sequence" if chunk.stop else "tool_use" if self._calls else "end_turn"
 
     def closing(self) -> list[Event]:
-        """Return the events after the end."""
         last = {"type": "message_delta", "delta": self._stop, "usage": self._usage()} | self.speculation()
         return [last, {"type": "message_stop"}]
 
     def whole(self) -> Event:
-        """Return the message, after all chunks."""
         for block, arguments in zip(self._blocks, self._arguments, strict=True):
             if block["type"] == "tool_use":  # as much as there is of one that was cut off
                 block["input"] = from_json(arguments or "{}", allow_partial="trailing-strings")
         return self._head | {"content": self._blocks, "usage": self._usage()} | self._stop
 
     def failure(self, error: ServiceError) -> Event:
-        """Return the event of an error."""
         return messages_error(error, error.http_code)
 
     def _usage(self) -> Event:

@@ -48,11 +48,9 @@ class ResponsesAnswer(Answer):
         self._logprobs: list[Event] = []  # of tokens whose text has not been passed on
 
     def opening(self) -> list[Event]:
-        """Return the first events of a stream."""
         return [self._event(kind, response=self.whole()) for kind in ("response.created", "response.in_progress")]
 
     def add(self, chunk: Chunk) -> list[Event]:
-        """Add a chunk, and return its events."""
         self._totals.add(chunk)
         deltas = self._parser.feed(chunk.text, chunk.reason is not None, chunk.reason == "length")
         self._held += len(chunk.tokens)
@@ -72,11 +70,9 @@ class ResponsesAnswer(Answer):
         return events
 
     def closing(self) -> list[Event]:
-        """Return the events after the end."""
         return [self._event(f"response.{self._status}", response=self.whole() | self.speculation())]
 
     def failure(self, error: ServiceError) -> Event:
-        """Return the event of an error."""
         return self._event("error", message=str(error), code=error.code, param=error.param)
 
     def whole(self) -> Event:

@@ -162,7 +162,6 @@ class Feed:
             return {"type": "snapshot", "sessions": [*ended, *newest]}
         if not (viewer.rounds or viewer.opened or viewer.ended):
             return None
-        event: dict[str, Any] = {"type": "rounds", "opened": viewer.opened, "rounds": viewer.rounds}
-        event["ended"] = viewer.ended
+        event: Event = {"type": "rounds", "opened": viewer.opened, "rounds": viewer.rounds, "ended": viewer.ended}
         viewer.forget()
         return event
