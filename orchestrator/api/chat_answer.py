@@ -3,7 +3,7 @@
 from typing import Any
 
 from orchestrator.api.answers import ChoicesAnswer, Event, joined
-from orchestrator.api.logprobs import Decode, chat_logprobs, naming
+from orchestrator.api.logprobs import chat_logprobs, naming
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.sessions.generation import Chunk
 from orchestrator.text.json_calls import Delta
@@ -16,11 +16,11 @@ class ChatAnswer(ChoicesAnswer):
     whole_object, piece_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, name: str, model: str, request: ChatRequest, prompt: list[int], parsers: list[ReplyParser], decode: Decode
+        self, name: str, model: str, request: ChatRequest, prompt: list[int], parsers: list[ReplyParser], tokenizer: Any
     ) -> None:
-        """prompt: its tokens. parsers: of each choice's text. decode: gives the text of tokens."""
+        """prompt: its tokens. parsers: of each choice's text."""
         super().__init__(f"chatcmpl-{name}", model, request, len(parsers))
-        self._decode, self._parsers = naming(request, decode), parsers
+        self._decode, self._tokenizer, self._parsers = naming(request, tokenizer.decode), tokenizer, parsers
         self._prompt = {"prompt_token_ids": prompt} if request.return_token_ids else {}
         self._calls = [0] * len(parsers)  # of each choice so far
 
@@ -49,7 +49,7 @@ class ChatAnswer(ChoicesAnswer):
 
     def _logprobs(self, chunk: Chunk) -> Event | None:
         """Return the log probabilities of a chunk's tokens, None if there are none or nobody asked."""
-        entries = chat_logprobs(chunk, self._decode) if self._request.logprobs else []
+        entries = chat_logprobs(chunk, self._decode, self._tokenizer) if self._request.logprobs else []
         return {"content": entries, "refusal": None} if entries else None
 
     def _part(self, choice: int, delta: Delta) -> Event:

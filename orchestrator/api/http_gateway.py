@@ -134,7 +134,7 @@ async def chat(body: ChatRequest, request: Request, frontend: Served) -> Respons
     name = _name(body, request)
     prompt, tokens = await _chat_prompt(body, frontend, request)
     parsers = [frontend.reply_parser(body, prompt) for _ in range(body.n or 1)]
-    answer = ChatAnswer(name, frontend.name, body, tokens, parsers, frontend.tokenizer.decode)
+    answer = ChatAnswer(name, frontend.name, body, tokens, parsers, frontend.tokenizer)
     return await _answer(request, frontend, body, [tokens], answer, prompt)
 
 
@@ -147,7 +147,7 @@ async def respond(body: ResponsesRequest, request: Request, frontend: Served) ->
     name = _name(body_as_chat, request)
     prompt, tokens = await _chat_prompt(body_as_chat, frontend, request)
     parser = frontend.reply_parser(body_as_chat, prompt)
-    answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer.decode, store)
+    answer = ResponsesAnswer(name, frontend.name, body, parser, frontend.tokenizer, store)
     return await _answer(request, frontend, body_as_chat, [tokens], answer, prompt)
 
 

@@ -1,7 +1,10 @@
 """Log probabilities in the form of OpenAI's protocols."""
 
+import re
 from collections.abc import Callable
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from orchestrator.requests.chat_request import ChatRequest
 from orchestrator.requests.requests import CompletionRequest
@@ -9,6 +12,8 @@ from orchestrator.sessions.generation import Chunk
 from specahead.engine.sampling.logprobs import TokenLogprobs
 
 Decode = Callable[[list[int]], str]
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of the letters of byte-level tokenizers
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how other tokenizers name a byte
 _LEAST = -9999.0  # as in vLLM: JSON has no infinity
 
 
@@ -53,15 +58,26 @@ class CompletionLogprobs:
         return {text: likely[text]} | likely
 
 
-def chat_logprobs(chunk: Chunk, decode: Decode) -> list[dict[str, Any]]:
+def chat_logprobs(chunk: Chunk, decode: Decode, tokenizer: Any) -> list[dict[str, Any]]:
     """Return a chat's log probabilities of a chunk. decode: gives the text of tokens."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])
-        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": _bytes_of(token, text, tokenizer)}
 
     entries = []
     for token, logprobs in zip(chunk.tokens, chunk.logprobs, strict=False):
         likely = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         entries.append(entry(token, logprobs.logprob) | {"top_logprobs": [entry(*each) for each in likely]})
     return entries
+
+
+def _bytes_of(token: int, text: str, tokenizer: Any) -> list[int]:
+    """Return the bytes of a token, which has a part of a character if its text has a replacement character."""
+    if "\ufffd" in text:
+        name = str(tokenizer.convert_ids_to_tokens(token))
+        if one := _ONE_BYTE.fullmatch(name):
+            return [int(one[1], 16)]
+        if _BYTES.keys() >= set(name):
+            return [_BYTES[letter] for letter in name]
+    return list(text.encode())

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from orchestrator.api.answers import Answer, Event, Totals
-from orchestrator.api.logprobs import Decode, chat_logprobs
+from orchestrator.api.logprobs import chat_logprobs
 from orchestrator.requests.responses_request import ResponsesRequest
 from orchestrator.sessions.generation import Chunk
 from orchestrator.text.json_calls import CalledTool, Delta
@@ -32,10 +32,10 @@ class ResponsesAnswer(Answer):
         model: str,
         request: ResponsesRequest,
         parser: ReplyParser,
-        decode: Decode,
+        tokenizer: Any,
         store: Callable[[str, list[Event]], None] | None = None,
     ) -> None:
-        """parser: of the text. decode: gives the text of tokens. store: takes its id and items at its end."""
+        """parser: of the text. store: takes its id and items at its end."""
         super().__init__(Totals(1))
         self._name, self._model, self._request, self._parser = name, model, request, parser
         self._created, self._store = int(time.time()), store
@@ -44,7 +44,7 @@ class ResponsesAnswer(Answer):
         self._status = "in_progress"
         self._event_count = self._calls = self._reasoning_tokens = 0
         self._held = 0  # tokens whose text has not been passed on
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._logprobs: list[Event] = []  # of tokens whose text has not been passed on
 
     def opening(self) -> list[Event]:
@@ -58,7 +58,7 @@ class ResponsesAnswer(Answer):
             self._reasoning_tokens += self._held if deltas[0].reasoning else 0
             self._held = 0
         if self._request.wanted_logprobs is not None:
-            self._logprobs += chat_logprobs(chunk, self._decode)
+            self._logprobs += chat_logprobs(chunk, self._tokenizer.decode, self._tokenizer)
             if deltas and not any(delta.content for delta in deltas):  # tokens of an item that is not a message
                 self._logprobs = []
         events = [event for delta in deltas for event in self._take(delta)]
@@ -93,10 +93,16 @@ class ResponsesAnswer(Answer):
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "previous_response_id": request.previous_response_id,
             "store": self._store is not None,
-            "text": {"format": {"type": "text"}},
+            "text": self._text_options(),
             "truncation": "disabled",
             "usage": self._usage() if ended else None,
         }
+
+    def _text_options(self) -> Event:
+        """Return the options of the text, the form that it must have among them."""
+        given = self._request.text
+        asked = given.model_dump(exclude_none=True, by_alias=True) if given is not None else {}
+        return {"format": {"type": "text"}} | asked
 
     def _usage(self) -> Event:
         prompt, cached, generated = self._totals.counts()

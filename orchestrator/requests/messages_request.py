@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from orchestrator.requests.chat_request import CalledFunction, ChatRequest, FunctionDefinition, Message, Tool, ToolCall
 from orchestrator.requests.long_fields import Items, Models
-from orchestrator.requests.requests import GenerationRequest, StopString
+from orchestrator.requests.requests import GenerationRequest, StopString, check_one_answer, read_request
 from orchestrator.text.structured_outputs import Strict
 from specahead.wire.errors import InvalidArgument
 
@@ -111,6 +111,11 @@ class PromptRequest(GenerationRequest):
     stop_sequences: Items[StopString] | None = Field(None, max_length=16)
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @model_validator(mode="after")
+    def _check_prompt(self) -> Self:
+        check_one_answer(self)
+        return self
+
 
 class MessagesRequest(PromptRequest):
     """A request for the next message of a conversation."""
@@ -120,7 +125,7 @@ class MessagesRequest(PromptRequest):
 
 def to_chat(request: PromptRequest) -> ChatRequest:
     """Return a request for a message as a chat. Raises InvalidArgument as a chat does."""
-    fields = request.model_dump(include=set(GenerationRequest.model_fields) - {"n"}, exclude_none=True, by_alias=True)
+    fields = request.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True, by_alias=True)
     output, choice = request.output_config or OutputConfig(), request.tool_choice
     if output.format is not None:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": output.format.schema_}}
@@ -136,14 +141,14 @@ def to_chat(request: PromptRequest) -> ChatRequest:
     opening = [Turn(role="system", content=request.system)] if request.system else []
     messages = [message for turn in opening + request.messages for message in _messages(turn)]
     last = messages[-1]
-    return ChatRequest(
-        **fields,
-        messages=messages,
-        tools=[_tool(tool) for tool in request.tools or []],
-        reasoning_effort=output.effort,
-        continue_final_message=last.role == "assistant" and not last.tool_calls,  # the answer begins with its text
-        chat_template_kwargs=template | (request.chat_template_kwargs or {}),
-    )
+    fields |= {
+        "messages": messages,
+        "tools": [_tool(tool) for tool in request.tools or []],
+        "reasoning_effort": output.effort,
+        "continue_final_message": last.role == "assistant" and not last.tool_calls,  # the answer begins with its text
+        "chat_template_kwargs": template | (request.chat_template_kwargs or {}),
+    }
+    return read_request(ChatRequest, fields)
 
 
 def _tool(tool: ClientTool) -> Tool:

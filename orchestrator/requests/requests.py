@@ -148,6 +148,13 @@ def _check_neutral(name: str, value: Any) -> None:
         raise InvalidArgument(message, name, "unsupported_parameter")
 
 
+def check_one_answer(request: GenerationRequest) -> None:
+    """Raise InvalidArgument if a request asks for several answers where its API has one."""
+    if request.n not in (None, 1):
+        message = f"n: this path gives one answer (value {request.n})"
+        raise InvalidArgument(message, "n", "unsupported_parameter")
+
+
 class CompletionRequest(GenerationRequest):
     """A request for the continuation of one prompt or several, each a text or token ids."""
 

@@ -1,8 +1,8 @@
 """Requests of OpenAI's Responses, which are served as chats."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
 from orchestrator.requests.chat_request import (
@@ -17,8 +17,9 @@ from orchestrator.requests.chat_request import (
     join_text,
 )
 from orchestrator.requests.long_fields import Items, Models
-from orchestrator.requests.requests import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest
+from orchestrator.requests.requests import MAX_LOGPROBS, UNSUPPORTED, GenerationRequest, check_one_answer, read_request
 from orchestrator.text.structured_outputs import SchemaFormat, Strict
+from specahead.wire.errors import InvalidArgument
 
 
 class InputMessage(Strict):
@@ -113,6 +114,13 @@ class ResponsesRequest(GenerationRequest):
     def wanted_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if "message.output_text.logprobs" in (self.include or []) else None
 
+    @model_validator(mode="after")
+    def _check_response(self) -> Self:
+        check_one_answer(self)
+        if self.max_tokens is not None:
+            raise InvalidArgument("max_tokens: use max_output_tokens", "max_tokens", "unsupported_parameter")
+        return self
+
 
 def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
     """Return the input as a list of items, as JSON has them."""
@@ -134,17 +142,18 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
         form = request.text.format.model_dump(exclude_none=True, by_alias=True)
         fields["response_format"] = {"type": form.pop("type"), "json_schema": form}
     functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in request.tools or []]
-    return ChatRequest(
-        **fields | {"max_tokens": request.max_output_tokens},
-        logprobs=request.wanted_logprobs is not None,
-        top_logprobs=request.wanted_logprobs,
-        messages=_messages(request),
-        tools=[Tool(type="function", function=FunctionDefinition(**function)) for function in functions],
-        tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls,
-        reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        chat_template_kwargs=request.chat_template_kwargs,
-    )
+    fields |= {
+        "max_tokens": request.max_output_tokens,
+        "logprobs": request.wanted_logprobs is not None,
+        "top_logprobs": request.wanted_logprobs,
+        "messages": _messages(request),
+        "tools": [Tool(type="function", function=FunctionDefinition(**function)) for function in functions],
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    return read_request(ChatRequest, fields)
 
 
 def _messages(request: ResponsesRequest) -> list[Message]:

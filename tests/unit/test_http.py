@@ -138,6 +138,20 @@ async def test_log_probabilities_of_a_chat(client: AsyncOpenAI, router: Scripted
     assert [[likely.logprob for likely in entry.top_logprobs] for entry in entries] == [[-0.25, -2.75]] * len(texts)
 
 
+async def test_the_bytes_of_log_probabilities_are_those_of_the_text(
+    client: AsyncOpenAI, router: ScriptedRouter
+) -> None:
+    """Also where a character is split over tokens, none of which has a text of its own."""
+    router.answer = "naïve 日本 🙂"
+    entries = (await chat(client, logprobs=True, max_tokens=len(router.tokenizer.encode(router.answer)))).choices[0]
+    told = entries.logprobs.content
+    assert any(entry.token == "\ufffd" for entry in told)
+    assert b"".join(bytes(entry.bytes) for entry in told).decode() == router.answer
+    response = await client.responses.create(model=MODEL, input="Hello", include=["message.output_text.logprobs"])
+    told = response.output[0].content[0].logprobs
+    assert b"".join(bytes(entry.bytes) for entry in told).decode().startswith(router.answer)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_are_told_if_asked_for(client: AsyncOpenAI, router: ScriptedRouter, stream: bool) -> None:
     """As vLLM names them: of each choice, and of the prompt once; log probabilities may name tokens so, too."""
@@ -581,7 +595,14 @@ async def test_log_probabilities_of_a_response(client: AsyncOpenAI, router: Scri
 
 
 @pytest.mark.parametrize(
-    "fields", [{"previous_response_id": "resp_1"}, {"conversation": "conv_1"}, {"input": [{"type": "item_reference"}]}]
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"input": [{"type": "item_reference"}]},
+        {"n": 2},
+        {"max_tokens": 5},
+    ],
 )
 async def test_what_a_response_cannot_do_is_refused(raw: aiohttp.ClientSession, fields: Any) -> None:
     async with raw.post("/v1/responses", json={"input": "Hello"} | fields) as response:

@@ -172,6 +172,7 @@ async def test_a_call_can_be_asked_for_and_one_that_is_cut_off_has_what_came(
     [
         ({"model": "gpt-5"}, 404, "not_found_error", "does not exist"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"n": 2}, 400, "invalid_request_error", "n: "),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "search"}]}, 400, "invalid_request_error", "client runs"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error",

@@ -17,7 +17,7 @@ from orchestrator.requests.requests import (
     invalid_argument,
     read_request,
 )
-from orchestrator.requests.responses_request import ResponsesRequest
+from orchestrator.requests.responses_request import ResponsesRequest, to_chat
 from orchestrator.text.special_tokens import TextEncoder
 from specahead.engine.sampling.distributions import Sampling
 from specahead.wire.errors import InvalidArgument
@@ -218,3 +218,12 @@ def test_a_body_of_many_faults_is_not_looked_at_for_all_of_them(model: Any, fiel
         model.model_validate(fields)
     assert error.value.error_count() <= 100
     assert len(str(invalid_argument(error.value.errors()))) < 500
+
+
+def test_instructions_before_as_many_messages_as_there_may_be_are_refused() -> None:
+    """The chat that serves a response has a message more than its input."""
+    messages = [{"role": "user", "content": "a"}] * 8192
+    assert len(to_chat(read_request(ResponsesRequest, {"input": messages})).messages) == 8192
+    longer = read_request(ResponsesRequest, {"instructions": "Be brief.", "input": messages})
+    with pytest.raises(InvalidArgument, match=r"^messages: List should have at most 8192 items"):
+        to_chat(longer)

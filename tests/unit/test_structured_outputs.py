@@ -165,6 +165,8 @@ async def test_a_parsed_response_and_a_response_of_the_other_endpoint(
     assert parsed.choices[0].message.parsed == Answer(a=5)
     response = await client.responses.parse(model=MODEL, input="Hello", text_format=Answer)
     assert response.output_parsed == Answer(a=5)
+    form: Any = response.text.format if response.text is not None else None  # as the request has it
+    assert (form.type, form.name, form.schema_["required"]) == ("json_schema", "Answer", ["a"])
     for record in router.opened:
         assert follows(record.asked.grammar, '{"a": 5}', router.tokenizer)
         assert not follows(record.asked.grammar, "{}", router.tokenizer)
