@@ -170,7 +170,7 @@ class Frontend:
                 yield replace(item, text="", tokens=[], completion_tokens=0) if request.only_echoes else item
 
     async def _generate(self, record: Record, request: GenerationRequest) -> AsyncGenerator[Chunk]:
-        shown = _ShownText(self.tokenizer, request, record.asked.sampling.min_tokens)
+        shown = _ShownText(self.tokenizer, request, record)
         watch = self.observer.start(record)
         outcome: str | ServiceError = "error"
         last: Chunk | None = None
@@ -235,11 +235,15 @@ class Frontend:
 class _ShownText:
     """Makes the text of a choice from its tokens, up to its stop string."""
 
-    def __init__(self, tokenizer: Any, request: GenerationRequest, min_tokens: int) -> None:
-        """min_tokens: the first tokens, within which no stop string ends."""
-        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False)
+    def __init__(self, tokenizer: Any, request: GenerationRequest, record: Record) -> None:
+        """record: of the choice."""
+        # A chat's next message begins a text of its own.
+        continues = not isinstance(request, ChatRequest) or request.continue_final_message
+        before = record.tokens[: record.prompt_tokens] if continues else []
+        self._detokenizer = Detokenizer(tokenizer, request.skip_special_tokens is not False, before)
         self._finder = StopFinder(request.stops, bool(request.include_stop_str_in_output))
-        self._tokens, self._min_tokens = 0, min_tokens
+        self._tokens = 0
+        self._min_tokens = record.asked.sampling.min_tokens  # the first tokens, within which no stop string ends
 
     @property
     def stop(self) -> str:

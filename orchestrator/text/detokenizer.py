@@ -1,5 +1,6 @@
 """From token ids that arrive a few at a time to text that can be shown: detokenization and stop strings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,16 @@ _CONTEXT = 4  # tokens before, on which the text of a token may depend
 class Detokenizer:
     """Passes on whole characters only: a character that is split over tokens waits for its last byte."""
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        """tokenizer: a model's, by transformers."""
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> None:
+        """tokenizer: a model's, by transformers. before: the tokens that the text continues.
+
+        Some tokenizers leave out the space before the first word of a text, but not before one that continues it.
+        """
         self._tokenizer, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []  # the last tokens whose text was passed on
         self._pending: list[int] = []  # the tokens after them
+        self.push(list(before[-_CONTEXT:]))  # whose text is shown already
 
     def push(self, tokens: list[int]) -> str:
         """Return the text that more tokens add. It does not depend on how they are cut into pushes."""

@@ -105,6 +105,16 @@ def test_bytes_and_words_with_spaces_come_out_as_one_decoding_has_them(
         assert one_by_one == whole(byte_fallback, tokens)
 
 
+def test_an_answer_keeps_the_space_before_its_first_word(byte_fallback: Any, tokenizer: Any) -> None:
+    """And a character whose first bytes end the prompt comes whole."""
+    assert "".join(stream(byte_fallback, [[260], [258]])) == "the a"  # a text of its own
+    for before in ([258], [256, 258], [258] * 9):
+        assert Detokenizer(byte_fallback, before=before).push([260, 258]) == " the a"
+    first, *rest = tokenizer.encode("🙂")
+    for before in ([first], [*tokenizer.encode("The sea"), first]):
+        assert Detokenizer(tokenizer, before=before).push(rest) == "🙂"
+
+
 # Stop strings
 
 
