@@ -21,6 +21,7 @@ from orchestrator.api.answers import error_body
 from orchestrator.api.messages_answer import PATH, messages_error
 from orchestrator.requests.access import Proxies
 from orchestrator.requests.callers import Callers
+from orchestrator.requests.records import max_body
 from orchestrator.requests.requests import MAX_NAME
 from orchestrator.sessions.generation import Frontend
 from specahead.config.access import ClientAccess, is_loopback, split_list
@@ -39,6 +40,12 @@ class Misdirected(InvalidArgument):
     """A request for another host than this one."""
 
     http_code, code = 421, "misdirected_request"
+
+
+class TooLarge(InvalidArgument):
+    """A request with a longer body than any prompt within the context needs."""
+
+    http_code, code = 413, "request_too_large"
 
 
 def open_paths(clients: ClientAccess) -> tuple[str, ...]:
@@ -128,6 +135,9 @@ class GuardedHttp:
         given = dict(headers)
         caller = self.callers.admit(bearer_of(given.get("authorization", "")) or given.get("x-api-key", ""))
         self.callers.locate(self.proxies.client_of((scope.get("client") or ("",))[0], headers))
+        length, most = given.get("content-length", ""), max_body(self.frontend.limits)
+        if length.isdecimal() and int(length) > most:  # Starlette's limit answers in plain text
+            raise TooLarge(f"the body has {length} bytes, and the most for this model's context is {most}")
         if scope["method"] == "POST" and scope["path"].startswith("/v1/"):
             entered.enter_context(caller.request())
             self.frontend.check_room()

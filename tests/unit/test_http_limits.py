@@ -161,6 +161,19 @@ async def test_a_body_beyond_the_context_is_refused_unread(tokenizer: Any) -> No
         assert await ask(address, prompt=[1] * (LIMITS.max_context - 4)) == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_the_refusal_of_a_long_body_has_the_form_of_its_api(tokenizer: Any, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "a" * 300_000}], "max_tokens": 5}
+    async with (
+        running_gateway(ScriptedRouter(tokenizer)) as address,
+        aiohttp.ClientSession(address) as session,
+        session.post(path, json=body) as response,
+    ):
+        error = (await response.json())["error"]
+    assert response.status == 413 and "the most for this model's context is" in error["message"]
+    assert error["type"] == ("request_too_large" if path == "/v1/messages" else "invalid_request_error")
+
+
 async def test_where_all_is_full_a_request_is_refused_before_it_is_parsed(tokenizer: Any) -> None:
     router = ScriptedRouter(tokenizer)
     router.full = 3
