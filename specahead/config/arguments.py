@@ -2,7 +2,8 @@
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 # What other servers, or earlier versions, call a setting, and its name here.
@@ -30,11 +31,29 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the flags, and no other arguments, which end in an error."""
+        if self._subparsers is None:  # else the flags are those of a command
+            # argparse would take the value of an unknown flag for a positional argument, and complain about that.
+            self._refuse([each for each in self._flags_in(args or ()) if not self._knows(each)])
         flags, unknown = super().parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return flags, unknown
+
+    @staticmethod
+    def _flags_in(args: Iterable[str]) -> Iterator[str]:
+        """Yield the long flags. An argument with a space is a value."""
+        before_end = takewhile(lambda each: each != "--", args)
+        return (each for each in before_end if each.startswith("--") and " " not in each.partition("=")[0])
+
+    def _knows(self, flag: str) -> bool:
+        """Return whether a flag is known, also by its beginning."""
+        name = flag.partition("=")[0]
+        return any(known.startswith(name) for known in self._option_string_actions)
+
+    def _refuse(self, unknown: list[str]) -> None:
+        """End with an error if there are unknown arguments."""
         if unknown:
             named = [each + did_you_mean(each, self._option_string_actions) for each in unknown]
             self.error(f"unrecognized arguments: {' '.join(named)}")
-        return flags, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -20,6 +20,7 @@ def test_an_error_follows_one_line_of_usage(arguments: list[str], capsys: pytest
         (["serve", "--http-port", "1"], "serve", "unrecognized arguments: --http-port (did you mean --port?)"),
         (["serve", "--max-context=9"], "serve", "--max-context=9 (did you mean --max-model-len?)"),
         (["serve", "--max-modl-len", "9"], "serve", "--max-modl-len (did you mean --max-model-len?)"),
+        (["generate", "--prt", "8000", "--prompt", "x"], "generate", "unrecognized arguments: --prt (did you mean --"),
         (["sevre"], "COMMAND", "(did you mean serve?)"),
         (["bench", "stak"], "bench", "(did you mean stack?)"),
     ],
