@@ -153,7 +153,7 @@ class DraftSession:
 
     @staticmethod
     def from_begin(
-        peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None = None, skipped: int = 0
+        peer: TargetPeer, begin: Begin, gamma: int, grammar: GrammarState | None, skipped: int
     ) -> "DraftSession":
         """Return a session that stands where `begin` says, and proposes up to `gamma` tokens a round.
 

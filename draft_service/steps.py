@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -144,8 +145,8 @@ def _share_reading(work: Work, settings: DraftSettings, number: int) -> dict[Dra
 def _plan_round(session: DraftSession, plan: Plan, gamma: int) -> PlannedRound:
     """Return the round after a session's committed tokens. gamma: tokens to draft; the session may propose fewer."""
     base, uncommitted = session.committed, session.tokens[session.committed :]
-    request = _request(session, plan, gamma, base, session.pending, rules=session.rules_after([]), starts=[uncommitted])
-    return PlannedRound(session, request, False, base, session.at.round, session.newest_known)
+    rules = session.rules_after([])
+    return _planned(session, plan, gamma, base, session.pending, False, rules=rules, starts=[uncommitted])
 
 
 def _plan_overlap(session: DraftSession, plan: Plan, gamma: int, most: int) -> PlannedRound:
@@ -156,35 +157,32 @@ def _plan_overlap(session: DraftSession, plan: Plan, gamma: int, most: int) -> P
         length = session.committed + accepted
         branches.append(Branch(length, token, _draws(session, length + 1, gamma + 1)))
     base = 1 + min(branch.length for branch in branches)
-    rules = session.rules_after(branches)
+    starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
+    how: dict[str, Any] = {"rules": session.rules_after(branches), "starts": starts}
     if len(branches) == 1:  # it follows all tokens
-        tokens = [branches[0].token]
-        starts = [[*session.tokens[session.committed :], *tokens]]
-        request = _request(session, plan, gamma, base, tokens, rules=rules, starts=starts)
-    else:
-        starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
-        request = _request(session, plan, gamma, base, [], branches=tuple(branches), rules=rules, starts=starts)
-    return PlannedRound(session, request, True, base, session.at.round + 1, session.newest_known)
+        return _planned(session, plan, gamma, base, [branches[0].token], True, **how)
+    return _planned(session, plan, gamma, base, [], True, branches=tuple(branches), **how)
 
 
-def _request(
+def _planned(
     session: DraftSession,
     plan: Plan,
     gamma: int,
     base: int,
     tokens: list[int],
+    overlaps: bool,
     *,
     starts: Sequence[list[int]] = (),
     rules: RoundRules | None = None,
     branches: tuple[Branch, ...] = (),
     follows: StepBefore | None = None,
-) -> RoundRequest:
-    """Return the request of a round that builds on `base` tokens.
+) -> PlannedRound:
+    """Return a round that builds on `base` tokens; after a running step, on as many at most.
 
     starts: for each branch, the tokens between the committed ones and the drafted ones.
     """
     sampling = session.terms.sampling
-    return RoundRequest(
+    request = RoundRequest(
         kv=session.kv,
         tokens=tokens,
         temperature=sampling.temperature,
@@ -200,6 +198,8 @@ def _request(
         allowed=_allowed_tokens(session, starts),
         follows=follows,
     )
+    begins = base if follows is None else session.committed + 1
+    return PlannedRound(session, request, overlaps, begins, session.at.round + overlaps, session.newest_known)
 
 
 def plan_chained_rounds(
@@ -249,9 +249,7 @@ def _plan_chained_round(session: DraftSession, place: int, plan: Plan, gamma: in
     tokens = [before.previous[-1], 0]
     if session.present.drafted.reads_states:
         tokens = [*session.tokens[session.committed - proposed : session.committed], 0]
-    request = _request(session, plan, gamma, bases[-1], tokens, follows=before)
-    number = session.at.round + 1
-    return PlannedRound(session, request, True, session.committed + 1, number, session.newest_known)
+    return _planned(session, plan, gamma, bases[-1], tokens, True, follows=before)
 
 
 def _draws(session: DraftSession, position: int, count: int) -> np.ndarray:

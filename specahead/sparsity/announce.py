@@ -47,11 +47,6 @@ def announced_limits(plan: Plan, base: int) -> tuple[int, int, int]:
     return first, end, math.floor(plan.announced_share * shared_room(plan, base, plan.num_blocks(base)))
 
 
-def announce(evidence: Tensor, plan: Plan, base: int, last: BlockSelection | None = None) -> BlockSelection:
-    """Return the announcement of one round (`announce_rounds`)."""
-    return announce_rounds([evidence], plan, [base], last)[0]
-
-
 def announce_rounds(
     evidence: Sequence[Tensor], plan: Plan, bases: Sequence[int], last: BlockSelection | None = None
 ) -> list[BlockSelection]:

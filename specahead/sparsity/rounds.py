@@ -8,7 +8,7 @@ from specahead.sparsity.plan import Plan
 from specahead.sparsity.selection import BlockSelection, row_words
 
 
-def round_settings(plan: Plan, gamma: int, support: int, read_share: float = 1.0) -> RoundSettings:
+def round_settings(plan: Plan, gamma: int, support: int, read_share: float) -> RoundSettings:
     """Return the settings of rounds that can announce by a plan."""
     return RoundSettings(
         gamma=gamma,

@@ -1,6 +1,5 @@
 """A choice of KV blocks for each of several attention heads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,14 +21,6 @@ class BlockSelection:
 
     def __post_init__(self) -> None:
         self.words.flags.writeable = False
-
-    @staticmethod
-    def from_lists(lists: Sequence[Sequence[int]], num_blocks: int) -> "BlockSelection":
-        """Return a selection of the blocks of each head."""
-        chosen = np.zeros((len(lists), num_blocks), dtype=bool)
-        for row, blocks in zip(chosen, lists, strict=True):
-            row[list(blocks)] = True
-        return BlockSelection.from_matrix(chosen)
 
     @staticmethod
     def of_nothing(num_heads: int, num_blocks: int) -> "BlockSelection":

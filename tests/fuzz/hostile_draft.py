@@ -7,7 +7,6 @@ import numpy as np
 from protos import speculation_pb2
 from specahead.engine.sampling.distributions import Support
 from specahead.sparsity.announce import announced_rows
-from specahead.sparsity.selection import BlockSelection
 from specahead.wire import convert
 from specahead.wire import messages as m
 from specahead.wire.errors import InvalidArgument
@@ -15,6 +14,7 @@ from specahead.wire.selection_codec import encode_selection
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
 from tests.fuzz.mutators import mutate_bytes, mutate_message
+from tests.plans import selection_of
 from tests.proposals import together
 from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, LAYERS, PLAN, FakeModel, FakeRunner
@@ -28,7 +28,7 @@ NAMES = {"exact": m.Exactness.EXACT, "approximate": m.Exactness.APPROXIMATE}
 def seeds() -> list[bytes]:
     """Return frames of an honest draft for both sessions, at their first round."""
     heads, blocks = announced_rows(PLAN), PLAN.num_blocks(len(PROMPT))
-    selection = encode_selection(BlockSelection.from_lists([[0]] * heads, blocks))
+    selection = encode_selection(selection_of([[0]] * heads, blocks))
     support = Support(np.array([EXPECTED[0], 3]), np.array([0.75, 0.25], dtype=np.float32))
     events: list[m.DraftEvent] = []
     for name in NAMES:

@@ -41,6 +41,7 @@ from specahead.wire.errors import InvalidArgument, ServiceError
 from specahead.wire.selection_codec import decode_selection, encode_selection
 from tests.fuzz import hostile_draft
 from tests.fuzz.mutators import mutate_bytes, mutate_json, mutate_message
+from tests.plans import selection_of
 from tests.proposals import together
 from tests.unit.gateway import LIMITS, MODEL, ScriptedRouter
 
@@ -160,9 +161,7 @@ def announcement() -> Target:
     rng = np.random.default_rng(0)
 
     def selection(blocks: int) -> BlockSelection:
-        return BlockSelection.from_lists(
-            [np.flatnonzero(rng.random(blocks) < 0.2).tolist() for _ in range(HEADS)], blocks
-        )
+        return selection_of([np.flatnonzero(rng.random(blocks) < 0.2).tolist() for _ in range(HEADS)], blocks)
 
     held = {(1, 1): selection(BLOCKS - 3), (1, 2): selection(BLOCKS)}
     made = selection(BLOCKS)

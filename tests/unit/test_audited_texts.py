@@ -32,7 +32,7 @@ from target_service.hooks import Hooks
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound
 from tests.books import read_books
-from tests.plans import bundled_plan
+from tests.plans import bundled_plan, selection_of
 from tests.settings import draft_settings, target_settings
 
 NAMES = ("Marlow", "Priscilla", "Hawkins", "Ottilie", "Barnabas", "Cordelia", "Ferdinand", "Rosamund")
@@ -110,7 +110,7 @@ class UselessReader(Reader):
         if announced is not None and base >= self.since:
             first, _, count = announced_limits(self.plan, base)
             blocks = list(range(first, first + count // announced.num_heads))
-            announced = BlockSelection.from_lists([blocks] * announced.num_heads, self.plan.num_blocks(base))
+            announced = selection_of([blocks] * announced.num_heads, self.plan.num_blocks(base))
         return super().read(announced, base, length, everything, weighs)
 
 

@@ -27,12 +27,12 @@ from specahead.engine.steps import round_launches as launches
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.rejection import race, truncated_probs
 from specahead.lab.evaluation.attending import forward_weighing
-from specahead.sparsity.announce import announce, announced_rows
+from specahead.sparsity.announce import announced_rows
 from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At, Begin, DraftEvent, Proposal, Proposals, Verdict
 from specahead.wire.selection_codec import decode_selection
 from tests.books import random_tokens as tokens
-from tests.plans import bundled_plan
+from tests.plans import announce, bundled_plan
 from tests.proposals import apart
 from tests.settings import draft_settings
 from tests.unit.distributions import changed_row

@@ -15,9 +15,10 @@ from specahead.engine.kv.pages import OutOfPages, SequenceKV
 from specahead.engine.sampling.distributions import Sampling
 from specahead.engine.steps.requests import DraftedTokens
 from specahead.engine.steps.step_loop import run_step_loop
-from specahead.sparsity.announce import announce, announced_rows
+from specahead.sparsity.announce import announced_rows
 from specahead.wire import messages as m
 from specahead.wire.selection_codec import decode_selection
+from tests.plans import announce
 from tests.proposals import apart
 from tests.settings import draft_settings
 from tests.unit.fake_models import DRAFT_HEADS, DRAFT_LAYERS, GREEDY, PLAN, VOCAB, FakeModel, FakeRunner
@@ -268,7 +269,7 @@ def test_targets_share_the_room_of_a_draft() -> None:
 def test_a_round_behind_an_alternative_is_met_by_it_alone(tokens: list[int]) -> None:
     """The session then has the text that the verdict says, and behind it what was drafted there."""
     begun = m.Begin(m.At("s", 0, 0, 3), [1, 2, 3], Sampling(0.0), 100)
-    session = DraftSession.from_begin(TargetPeer(lambda event: None), begun, 3)
+    session = DraftSession.from_begin(TargetPeer(lambda event: None), begun, 3, None, 0)
     session.tokens += [10, 11, 12]
     drafted = DraftedTokens([10, 11, 12], runs_last=False)
     session.present = DraftedRound(3, [DraftedOutcome(3, 3, drafted, source=2)], 0.0)

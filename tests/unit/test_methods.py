@@ -10,10 +10,11 @@ from torch import Tensor
 from specahead.engine.steps.inputs import SequenceOutput
 from specahead.kernels.selection import Remembered, score_blocks, select_over_rows
 from specahead.lab.evaluation.choice import Rounds, choose, mandatory
-from specahead.sparsity.announce import LEAST_WINDOW, announce, announce_rounds, shared_room, summary_tokens
+from specahead.sparsity.announce import LEAST_WINDOW, announce_rounds, shared_room, summary_tokens
 from specahead.sparsity.plan import Plan, uniform_plan
 from specahead.sparsity.reader import Reader
 from specahead.sparsity.selection import BlockSelection
+from tests.plans import announce
 
 LAYERS, KV_HEADS, DRAFT_LAYERS, DRAFT_HEADS = 4, 2, 2, 3
 BASE, LENGTH = 790, 794  # 50 blocks of 16, the last one partial

@@ -19,13 +19,14 @@ from orchestrator.cluster.directory import Directory
 from orchestrator.requests.access import read_access
 from specahead.lab.evaluation.plans import save_plan
 from specahead.models import DRAFT, PLAN
-from specahead.sparsity.announce import LEAST_WINDOW, announce, announced_limits
+from specahead.sparsity.announce import LEAST_WINDOW, announced_limits
 from specahead.sparsity.plan import HUB_NAME, PLAN_VERSION, Plan, PlanError, load_plan, uniform_plan
 from specahead.sparsity.served_plan import load_served_plan
 from target_service.pacing import policy_of
 from target_service.policy.acceptance import OF_DRAFT
 from target_service.target import Target
 from tests.launch_settings import launch_settings
+from tests.plans import announce
 from tests.settings import target_settings
 
 SMALL = uniform_plan(4, 2, 2, 3, budget=0.25, provenance={"texts": 3})

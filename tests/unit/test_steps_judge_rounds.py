@@ -127,7 +127,7 @@ def test_it_reads_what_the_rounds_announce(pair: tuple[ModelRunner, ModelRunner]
     target, draft = pair
     plan = bundled_plan(budget=0.25, group_size=0)
     rows = announced_rows(plan)
-    draft.prepare_rounds(replace(round_settings(plan, GAMMA, SUPPORT), branches=2))
+    draft.prepare_rounds(replace(round_settings(plan, GAMMA, SUPPORT, 1.0), branches=2))
     draft.join_chain(target.make_chain(8, GAMMA, SUPPORT, rows, plan.block_size))
     random = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 4000, (length,), generator=random).tolist() for length in (300, 40, 217)]

@@ -20,6 +20,7 @@ from specahead.wire.errors import InvalidArgument, ResourceExhausted, Unavailabl
 from specahead.wire.selection_codec import encode_selection
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
+from tests.plans import selection_of
 from tests.proposals import together
 from tests.settings import target_settings
 from tests.unit.fake_models import GREEDY, KV_HEADS, LAYERS, PLAN, VOCAB, FakeModel, FakeRunner
@@ -73,7 +74,7 @@ class Stand:
         return take_step(self.verifier) is not None
 
     def selection(self, base: int, block: int = 2) -> BlockSelection:
-        return BlockSelection.from_lists([[block]] * self.heads, PLAN.num_blocks(base))
+        return selection_of([[block]] * self.heads, PLAN.num_blocks(base))
 
     def proposal(self, tokens: list[int] | None = None, selection: bytes | None = None, **changes: Any) -> m.Proposals:
         """Return a proposal for the current round, with an announcement where the session takes one."""
@@ -162,7 +163,7 @@ def test_frames_that_no_honest_draft_sends() -> None:
     at, before = stand.session.at, stand.state()
     wide = m.Support(np.array([1, VOCAB]), np.array([0.5, 0.5], dtype=np.float32))
     shorter = encode_selection(stand.selection(stand.base - PAGE_SIZE))
-    heads = encode_selection(BlockSelection.from_lists([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base)))
+    heads = encode_selection(selection_of([[1]] * (stand.heads + 1), PLAN.num_blocks(stand.base)))
     wrong = [
         (stand.proposal([1, 2, 3, 4, 5]), "γ is 4"),
         (stand.proposal([1, VOCAB]), "outside the vocabulary"),
