@@ -16,8 +16,7 @@ def new_memory(plan: Plan, decay: float) -> ReadMemory:
 
 def dense_layers(plan: Plan) -> tuple[int, ...]:
     """Return the layers that read everything, in order."""
-    sparse = set(plan.sparse_layers)
-    return tuple(layer for layer in range(plan.target_layers) if layer not in sparse)
+    return tuple(sorted(set(plan.dense_layers)))
 
 
 def shared_budget(

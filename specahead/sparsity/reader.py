@@ -60,11 +60,11 @@ class Reader:
         Raises ValueError for a selection with another number of rows than `announced_rows`.
         """
         plan = self.plan
-        needs_all = plan.reads_wholly(length) or self._needs_all(announced is None)
-        if needs_all or (everything and self.is_announced):
+        nothing_chosen = self.is_announced and (announced is None or everything)
+        if nothing_chosen or not plan.sparse_layers or plan.reads_wholly(length):
             self.read_all(length)
             return None
-        if self.is_to_weigh or (everything and not self.is_announced):
+        if self.is_to_weigh or everything:
             self.read_all(length)
             if self._has_weighed and not weighs:
                 return None
@@ -86,15 +86,12 @@ class Reader:
     @property
     def reads_all_alone(self) -> bool:
         """Whether rounds without an announcement read everything."""
-        return self._needs_all(nothing_announced=True)
+        return self.is_announced or not self.plan.sparse_layers
 
     @property
     def is_to_weigh(self) -> bool:
         """Whether it reads by its memory alone and remembers nothing yet, so that its next round reads everything."""
         return not self.is_announced and not self._has_weighed
-
-    def _needs_all(self, nothing_announced: bool) -> bool:
-        return (self.is_announced and nothing_announced) or not self.plan.sparse_layers
 
     def _own_memory(self) -> ReadMemory:
         self._memory = self._memory or new_memory(self.plan, self.plan.memory_decay)
