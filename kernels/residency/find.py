@@ -8,9 +8,7 @@ from specahead.kernels.residency import sizes
 from specahead.kernels.residency.tables import ListedBlocks, ResidencyTables, pages_at, pages_of_blocks
 
 
-def find_block_lines(
-    tables: ResidencyTables, listed: ListedBlocks, backend: Backend = "torch", absent: int = -1
-) -> Tensor:
+def find_block_lines(tables: ResidencyTables, listed: ListedBlocks, backend: Backend, absent: int) -> Tensor:
     """Return the lines of the pages of listed blocks, `absent` for a page in no line; changes nothing.
 
     Returns [rows, sequences, kv_heads, width * pages_per_block] int32; lines after a count are undefined.

@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("backend", ["torch", "triton"])
 
 def found_lines(tables: ResidencyTables, listed: ListedBlocks, backend: str = "torch") -> Tensor:
     """find_block_lines, with -1 beyond the counts."""
-    lines = find_block_lines(tables, listed, backend)
+    lines = find_block_lines(tables, listed, backend, absent=-1)
     place = torch.arange(lines.shape[3], device=lines.device)
     return lines.masked_fill(place >= listed.counts[..., None] * listed.pages_per_block, -1)
 

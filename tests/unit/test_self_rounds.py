@@ -279,7 +279,7 @@ def check_committed(session: Session, runner: ModelRunner) -> None:
     for layer in range(kv.num_layers):
         for found, wanted in zip(pages_of(layer), runner.kv.layer_pages(layer), strict=True):
             torch.testing.assert_close(found[table[:full]], wanted[fresh.pages[:full]], atol=1e-4, rtol=1e-3)
-    pool = runner.kv.extend_group_means([fresh])
+    pool = runner.kv.extend_group_means([fresh], [fresh.length])
     assert kv.means is not None and len(session.kv.groups) >= len(fresh.groups) - 1
     of_both = kv.means.k[:, session.kv.groups], pool.k[:, fresh.groups[: len(session.kv.groups)]]
     torch.testing.assert_close(*of_both, atol=1e-4, rtol=1e-3)

@@ -325,7 +325,7 @@ class Tiers(RuleBasedStateMachine):
 
     def check_means(self, kvs: list[SequenceKV]) -> None:
         """Made before anything of the pass is written, also from pages that are in the backing store alone."""
-        pool = self.kv.extend_group_means(kvs)
+        pool = self.kv.extend_group_means(kvs, [kv.length for kv in kvs])
         for session in self.live:
             groups = session.kv.groups
             if not groups:

@@ -195,14 +195,14 @@ class KVCache:
         self.ranks.followers.tell(Command.KEEP_MEANS, [group_size, slots, round(1000 * variance_limit)])
         self.means = GroupMeanPool(self.k_pages, group_size, slots, variance_limit)
 
-    def extend_group_means(self, sequences: list[SequenceKV], lengths: Sequence[int] | None = None) -> GroupMeanPool:
+    def extend_group_means(self, sequences: list[SequenceKV], lengths: Sequence[int]) -> GroupMeanPool:
         """Make the missing means of complete groups; raise ValueError if `keep_group_means` was not called.
 
-        lengths: how many tokens of each sequence are committed; None: all.
+        lengths: how many tokens of each sequence are committed.
         """
         if self.means is None:
             raise ValueError("no room for group means was made: call keep_group_means first")
-        for sequence, length in zip(sequences, lengths or [each.length for each in sequences], strict=True):
+        for sequence, length in zip(sequences, lengths, strict=True):
             self.means.extend(sequence, length, self.make_means)
         return self.means
 
@@ -222,7 +222,7 @@ class KVCache:
         """
         if self.means is not None:
             sparse = [sequence for sequence, _ in work if sequence.drafts or not sequence.dense]
-            if sum(map(self.means.missing, sparse)) > len(self.means.free):
+            if sum(self.means.missing(each, each.length) for each in sparse) > len(self.means.free):
                 return False
         return self._grow_all(work)
 

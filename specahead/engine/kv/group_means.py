@@ -31,7 +31,7 @@ class GroupMeanPool:
 
     def extend(self, sequence: SequenceKV, length: int, make: Callable[[np.ndarray, list[int]], None]) -> None:
         """Make the missing means of groups within the first `length` tokens, by `make` (KVCache.make_means)."""
-        first, count = len(sequence.groups), self._missing(sequence, length)
+        first, count = len(sequence.groups), self.missing(sequence, length)
         if not count:
             return
         if count > len(self.free):
@@ -42,11 +42,8 @@ class GroupMeanPool:
         make(pages, slots)
         sequence.groups += slots
 
-    def missing(self, sequence: SequenceKV) -> int:
-        """Return how many complete groups of a sequence have no means yet."""
-        return self._missing(sequence, sequence.length)
-
-    def _missing(self, sequence: SequenceKV, length: int) -> int:
+    def missing(self, sequence: SequenceKV, length: int) -> int:
+        """Return how many groups within the first `length` tokens of a sequence have no means yet."""
         return max(0, length // self.group_size - len(sequence.groups))
 
     def truncate(self, sequence: SequenceKV) -> None:

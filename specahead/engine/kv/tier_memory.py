@@ -60,15 +60,14 @@ class TierMemory:
     @staticmethod
     def make(on_gpu: list[Pages], stored: list[Pages], staged_pages: int, followers: Followers) -> "TierMemory":
         """Return memory with empty tables and room to stage `staged_pages` pages."""
-        (like, values), all_pages = on_gpu[0], stored[0][0]
-        gpu_pages, kv_heads, device = len(like), like.shape[1], like.device
-        shapes = [(staged_pages, *part.shape[1:]) for part in (like, values)]
-        sources = [(head_rows(keys), head_rows(values)) for keys, values in stored]
-        destinations = [(head_rows(keys), head_rows(values)) for keys, values in on_gpu]
+        (keys, values), all_pages = on_gpu[0], stored[0][0]
+        gpu_pages, kv_heads, device = len(keys), keys.shape[1], keys.device
+        shapes = [(staged_pages, *part.shape[1:]) for part in (keys, values)]
+        sources, destinations = ([(head_rows(k), head_rows(v)) for k, v in pairs] for pairs in (stored, on_gpu))
         return TierMemory(
             on_gpu=on_gpu,
             stored=stored,
-            staging=[(like.new_zeros(shapes[0]), like.new_zeros(shapes[1])) for _ in range(2)],
+            staging=[(keys.new_zeros(shapes[0]), keys.new_zeros(shapes[1])) for _ in range(2)],
             tables=empty_tables(len(on_gpu), len(all_pages) * kv_heads, gpu_pages * kv_heads, device),
             copies=layer_copies(sources, destinations, device),
             link=side_stream(device),
