@@ -1,5 +1,6 @@
 """What the serving benchmark computes and prints, and its smallest run. No claims about time."""
 
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -11,11 +12,13 @@ import pytest
 
 from specahead.cli.main import main
 from specahead.engine.steps.requests import DraftedTokens
+from specahead.lab.benchmarks.serving import parts
 from specahead.lab.benchmarks.serving.breakdown import RoundParts, break_down
 from specahead.lab.benchmarks.serving.deployment import Deployment, Pair, Room
 from specahead.lab.benchmarks.serving.imposed import foreseeing, imposed_token
 from specahead.lab.benchmarks.serving.rows import describe_breakdown
 from specahead.lab.benchmarks.serving.timeline import StepTimes, Timeline
+from specahead.wire.tasks import meanwhile
 
 SAID = "target service, pid 1\ngRPC endpoint: here:1\nHTTP endpoint: http://here:2\nready"  # by a process that serves
 S = "run/0"  # a session of the run
@@ -143,6 +146,26 @@ def test_targets_take_their_gpus_before_the_draft(tmp_path: Path) -> None:
     assert list(started) == [(3, 0), (1, 2), (4,), ()]  # the last ones are the endpoints
     ranks = [command[command.index("--tensor-parallel-size") + 1] for command in (started[3, 0], started[1, 2])]
     assert ranks == ["2", "2"] and "--tensor-parallel-size" not in started[4,]
+
+
+def test_a_draft_service_keeps_its_link_only_while_a_draft_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, seen = [False], asyncio.Queue[str]()
+
+    async def keep(target: str) -> None:
+        seen.put_nowait(f"at {target}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.put_nowait("left")
+
+    async def change() -> None:
+        async with meanwhile(parts.keep_link_while(lambda: wanted[0], "target-1")), asyncio.timeout(10):
+            for wanted[0], what in ((True, "at target-1"), (False, "left"), (True, "at target-1")):
+                assert await seen.get() == what
+        assert seen.get_nowait() == "left"
+
+    monkeypatch.setattr(parts, "keep_link", keep)
+    asyncio.run(change())
 
 
 def test_the_imposed_token_is_the_next_choice_at_a_share_of_the_positions() -> None:

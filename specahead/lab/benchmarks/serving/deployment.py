@@ -34,6 +34,7 @@ from specahead.lab.benchmarks.shapes import SHAPES
 from specahead.lab.evaluation.plans import save_plan
 from specahead.sparsity.plan import uniform_plan
 from specahead.wire.access import PeerAccess
+from specahead.wire.messages import ServiceStatus
 
 _SERVICE = "specahead.lab.benchmarks.serving.service"
 _TIMELINE_SECONDS = 3.0  # until a service that has become idle has written its timeline
@@ -151,18 +152,22 @@ class Deployment:
             time.sleep(0.2)
         note(f"ready for all kinds of steps {time.monotonic() - began:.1f} s later")
 
+    def _status(self, name: str) -> ServiceStatus:
+        return asyncio.run(ControlLine(name, Directory(self._addresses), PeerAccess()).status())
+
     def _is_prepared(self, name: str) -> bool:
-        line = ControlLine(name, Directory(self._addresses), PeerAccess())
         try:
-            return not asyncio.run(line.status()).gauges["unprepared_steps"]
+            return not self._status(name).gauges["unprepared_steps"]
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:  # it is busy with them
                 return False
             raise
 
     def attach_draft(self, attached: bool) -> None:
-        """Let the draft draft from the next session on, or no longer. A draft service, once attached, stays so."""
+        """Let the draft draft from the next session on, or no longer."""
         self._attached.touch() if attached else self._attached.unlink(missing_ok=True)
+        while not attached and "draft" in self._addresses and self._status("draft").attached:
+            time.sleep(0.05)
 
     def timeline(self, name: str) -> Path:
         """Return where a service writes its timeline."""

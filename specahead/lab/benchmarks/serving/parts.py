@@ -19,6 +19,7 @@ from specahead.engine.steps.step_loop import Steps
 from specahead.lab.benchmarks.serving.imposed import CONFIRMATION, ImposedVerdicts, foreseeing
 from specahead.lab.benchmarks.serving.timeline import Recorder, RoundKey, TimedSteps, timeline_of_draft
 from specahead.wire.messages import DraftEvent, Proposals, TargetEvent, Verdict
+from specahead.wire.tasks import meanwhile
 from target_service import service as target_service
 from target_service.draft_in_target import JudgeRounds, LaunchRounds
 from target_service.hooks import Hooks
@@ -50,7 +51,7 @@ def draft_parts(flags: argparse.Namespace) -> draft_service.Parts:
     return draft_service.Parts(
         drafter=_drafter_factory(recorder),
         steps=partial(_draft_steps, recorder),
-        keep_link=partial(_keep_link_once, Path(flags.attached_while).exists) if flags.attached_while else keep_link,
+        keep_link=partial(keep_link_while, Path(flags.attached_while).exists) if flags.attached_while else keep_link,
     )
 
 
@@ -106,11 +107,14 @@ class StepsOfAttachable:
                 protocol.detach(draft)
 
 
-async def _keep_link_once(is_attached: Callable[[], bool], *link: Any) -> None:
-    """Keep a link as soon as the draft is to be attached."""
-    while not is_attached():
-        await asyncio.sleep(0.05)
-    await keep_link(*link)
+async def keep_link_while(is_attached: Callable[[], bool], *link: Any) -> None:
+    """Keep a link while the draft is to be attached. Runs until cancelled."""
+    while True:
+        while not is_attached():
+            await asyncio.sleep(0.05)
+        async with meanwhile(keep_link(*link)):
+            while is_attached():
+                await asyncio.sleep(0.05)
 
 
 # Rounds of a timeline
