@@ -26,7 +26,6 @@ def add_routing_flags(parser: argparse.ArgumentParser) -> None:
         "--trace", required=True, metavar="FILE", help="of requests, as Mooncake's: .jsonl or .jsonl.xz"
     )
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="the first N of the trace; 0: all")
-    parser.add_argument("--speed", type=float, nargs="+", default=[1.0], metavar="X", help="of the requests' coming")
     parser.add_argument("--targets", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=2)
     parser.add_argument("--kv-tokens", type=int, default=800_000, metavar="N", help="KV room of each target")

@@ -27,10 +27,8 @@ _CHUNK = 8192  # prompt tokens of a step
 
 @dataclass(frozen=True)
 class RoutingRow:
-    """The whole trace at one speed."""
+    """The whole trace."""
 
-    speed: float
-    """How many times as fast as in the trace requests come."""
     requests: int
     hit_rate: float
     """Share of all prompt tokens whose KV was found."""
@@ -43,8 +41,8 @@ class RoutingRow:
     """Seconds on this machine."""
 
 
-def run(flags: argparse.Namespace) -> list[RoutingRow]:
-    """Replay, print the table, and write it to the JSON file if one is named. Returns the rows.
+def run(flags: argparse.Namespace) -> None:
+    """Replay, print the table, and write it to the JSON file if one is named.
 
     Raises ValueError for a trace that is none and for a scale that is not allowed, OSError for a missing file.
     """
@@ -53,17 +51,13 @@ def run(flags: argparse.Namespace) -> list[RoutingRow]:
     requests = load_requests(Path(flags.trace), flags.requests)
     head = describe_run(flags, processor()) | {"requests": str(len(requests))}
     print(f"{describe(head)}\n{live_head(_COLUMNS)}")
-    rows = []
-    for speed in flags.speed:
-        rows.append(_replay(requests, speed, flags))
-        print(live_line(_COLUMNS, rows[-1]), flush=True)
-    write_json(flags.json, head | {"rows": [asdict(row) for row in rows]})
-    return rows
+    row = _replay(requests, flags)
+    print(live_line(_COLUMNS, row), flush=True)
+    write_json(flags.json, head | {"rows": [asdict(row)]})
 
 
 _COLUMNS: Columns[RoutingRow] = {
-    "speed": lambda row: f"{row.speed:g}",
-    "   hits": lambda row: f"{row.hit_rate:.1%}",
+    " hits": lambda row: f"{row.hit_rate:.1%}",
     "first token p50": lambda row: f"{row.first_token_p50:.3f} s",
     "      p99": lambda row: f"{row.first_token_p99:.3f} s",
     "busiest": lambda row: f"{row.spread:.2f}x",
@@ -82,7 +76,7 @@ def _times(scale: int) -> tuple[StepTimes, StepTimes]:
 class _Replay:
     """A run of the trace. firsts: seconds to the first token of each request. cached: prompt tokens found."""
 
-    def __init__(self, requests: list[TracedRequest], speed: float, flags: argparse.Namespace) -> None:
+    def __init__(self, requests: list[TracedRequest], flags: argparse.Namespace) -> None:
         self.clock = VirtualClock()
         self.firsts: dict[str, float] = {}
         self.cached = self.prompt_tokens = 0
@@ -109,7 +103,7 @@ class _Replay:
                 draft_times,
             )
         for number, request in enumerate(requests):
-            self.clock.call_in(request.at / speed, partial(self._send, f"{number}", request))
+            self.clock.call_in(request.at, partial(self._send, f"{number}", request))
 
     @staticmethod
     def _report(view: TargetView, report: Report) -> None:
@@ -140,15 +134,14 @@ class _Replay:
         self.clock.run(lambda: self._left > 0)
 
 
-def _replay(requests: list[TracedRequest], speed: float, flags: argparse.Namespace) -> RoutingRow:
-    """Return the row of one speed, with the trace's requests coming `speed` times as fast as they did."""
+def _replay(requests: list[TracedRequest], flags: argparse.Namespace) -> RoutingRow:
+    """Return the figures of the requests, which come as they came in the trace."""
     started = time.perf_counter()
     with patch("orchestrator.sessions.routing.ANSWER_TOKENS", ANSWER_TOKENS // flags.scale):  # as all lengths
-        replay = _Replay(requests, speed, flags)
+        replay = _Replay(requests, flags)
         replay.run()
     firsts = sorted(replay.firsts.values())
     return RoutingRow(
-        speed,
         len(firsts),
         replay.cached / replay.prompt_tokens,
         median(firsts),
