@@ -137,9 +137,8 @@ class Admission:
         streams = Counter(session.asked.emit for session in evictable if self._peer_of(session) == peer)
         shares = (peers, peers[peer]), (streams, streams[emit])
         taken_over = max((max(counts.values(), default=0) - own) // 2 for counts, own in shares)  # see _next_to_evict
-        places = self._settings.max_queued - min(
-            waiting, len(self.queue)
-        )  # fewer than 0 where many were accepted before
+        # Fewer than 0 where many were accepted before.
+        places = self._settings.max_queued - min(waiting, len(self.queue))
         return Report(
             sessions=len(self.running) + len(self.preempted) + len(self.queue),
             waiting=waiting,

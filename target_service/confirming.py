@@ -27,8 +27,8 @@ def how_to_confirm(rounds: Iterable[tuple[TargetSession, int]]) -> Confirms:
     that they read if one of them is due to weigh it, and holds tokens or soon may.
     """
     screened = [(session, session.screening, proposed) for session, proposed in rounds if session.screening is not None]
-    confirm = [(session, screening) for session, screening, n in screened if is_confirmed(session, screening, n)]
-    holding = any(len(session.tokens) > screening.confirmed for session, screening in confirm)
+    confirm = [session for session, screening, n in screened if is_confirmed(session, screening, n)]
+    holding = any(session.holds for session in confirm)
     if not holding and len(confirm) < len(screened):
         return Confirms.NO
     weighs = any(screening.is_to_weigh and (holding or n) for _, screening, n in screened)

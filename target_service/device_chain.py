@@ -53,9 +53,9 @@ def plan_following_step(
     sessions: list[TargetSession],
     gamma: int,
     waits: Waits,
-    drafting: SelfDrafting | None = None,
-    drafted: int = 0,
-    cost: float = 0.0,
+    drafting: SelfDrafting | None,
+    drafted: int,
+    cost: float,
 ) -> VerifyStep:
     """Return the step to execute while `running` is under way, which it waits for.
 
@@ -99,7 +99,7 @@ def _needs_no_host(session: TargetSession) -> bool:
         session.reading.reader is not None and session.screening is None and not session.reading.reader.reads_all_alone
     )
     holds = session.screening is not None and bool(session.screening.rounds)
-    drafted = session.draft.peer is not None and session.draft.awaited and session.next_round.gamma > 0
+    drafted = session.draft.peer is not None and session.draft.awaited and session.pace.next_round.gamma > 0
     return not drafted and not looked_at and not chooses and not holds
 
 
@@ -203,7 +203,7 @@ def take_proposals(step: VerifyStep) -> None:
 
 def _is_for(session: TargetSession, at: At) -> bool:
     """Return whether a round is the session's present one, and is to be drafted."""
-    expected = session.draft.awaited and session.next_round.gamma > 0 and at == session.at
+    expected = session.draft.awaited and session.pace.next_round.gamma > 0 and at == session.at
     return expected and session.unread <= 0 and not session.awaits_its_end
 
 
@@ -222,6 +222,6 @@ def _reads_need_the_host(session: TargetSession, drafted: DraftedRound) -> bool:
         return False
     if session.screening is None and reader.is_to_weigh and not session.reads_wholly:
         return True  # it runs in a pass apart
-    if not reader.is_announced or (drafted.announces and session.next_round.sparse):
+    if not reader.is_announced or (drafted.announces and session.pace.next_round.sparse):
         return False
     return drafted.announces or not reader.reads_all_alone

@@ -13,7 +13,7 @@ from specahead.wire.messages import Exactness, Open, ServedEvent
 from target_service.policy.lookup import FirstGuess, PromptLookup
 from target_service.screening import Screening, screening_reader
 from target_service.self_drafting import SelfDrafting
-from target_service.session import Asked, DraftState, Reading, TargetSession
+from target_service.session import Asked, Reading, TargetSession
 from target_service.target import Target
 
 
@@ -62,26 +62,28 @@ class SessionMaker:
 
     def make(self, request: Open, emit: Callable[[ServedEvent], None], now: float) -> TargetSession:
         """Return the session of a request that was checked, which is queued `now`; its grammar begins to compile."""
-        exact = request.exactness is Exactness.EXACT or (self._settings.may_serve_exactly and self._prefers_exact())
-        screened = exact and self._settings.most_held > 0
-        guesses_first = exact and self._settings.chosen.lookup
-        looks_up = guesses_first or self._settings.draft in ("lookup", "auto")
+        settings, screening = self._settings, None
+        exact = request.exactness is Exactness.EXACT or (settings.may_serve_exactly and self._prefers_exact())
+        if exact and settings.most_held > 0:
+            screening = Screening(settings.most_held, settings.widest_round, len(request.tokens))
+        guesses_first = exact and settings.chosen.lookup
+        looks_up = guesses_first or settings.draft in ("lookup", "auto")
         session = TargetSession(
             asked=self._asked(request, emit),
             tokens=list(request.tokens),
             queued_at=now,
             prompt_logprobs=[] if request.wants_logprobs and request.wants_prompt_logprobs else None,
-            reading=Reading(self._reader(exact, screened)),
-            screening=self._screening(request) if screened else None,
+            reading=Reading(self._reader(exact, screening is not None)),
+            screening=screening,
             lookup=PromptLookup() if looks_up else None,
             first_guess=FirstGuess(READ_AT_ONCE - 1) if guesses_first else None,
-            draft=DraftState(draws_own=self._runner.deterministic),
+            deterministic=self._runner.deterministic,
         )
         if session.lookup is not None:
             session.lookup.extend(session.tokens, len(session.tokens))  # beside the step that runs
         session.kv.dense = session.reading.is_dense
-        if session.screening is not None:
-            session.kv.settled = session.screening.settled
+        if screening is not None:
+            session.kv.settled = screening.settled
         if self._drafting is not None and (session.reading.is_dense or session.reading.is_announced):
             session.reading.memory = self._drafting.new_memory()
             session.kv.drafts = True
@@ -119,13 +121,6 @@ class SessionMaker:
         if exact:
             return None
         return Reader(self._plan, is_announced=not self._runner.leaves_states)  # a head announces nothing
-
-    def _screening(self, request: Open) -> Screening:
-        """Return what a session that is screened holds back: nothing yet."""
-        settings = self._settings
-        return Screening(
-            settings.most_held, settings.widest_round, len(request.tokens), deterministic=self._runner.deterministic
-        )
 
 
 def pages_of_round(tokens: int, settings: TargetSettings) -> int:

@@ -10,7 +10,7 @@ class Patience:
     fast one soon notices that a draft has stopped.
     """
 
-    def __init__(self, given: float = 0.0) -> None:
+    def __init__(self, given: float) -> None:
         """given: a fixed wait in seconds; 0: by what was measured."""
         self._given, self._longest = given, 0.0
 

@@ -40,7 +40,7 @@ def plan_round(
         committed=session.tokens[:base] if held and session.asked.rules else session.tokens,
         logprobs=None if screens else session.asked.logprobs,
         screens=screens,
-        foresees=screens and screening is not None and screening.deterministic,
+        foresees=screens and session.deterministic,
     )
     tokens = [session.tokens[base - 1], *drafted.tokens]
     since = session.stats.waiting_since
@@ -95,12 +95,12 @@ def _plan_read(
     if reader is None:
         return None, False
     base, announced = len(session.tokens), session.draft.announced.get(session.key)
-    selection = announced if proposal is not None and session.next_round.sparse else None
+    selection = announced if proposal is not None and session.pace.next_round.sparse else None
     if screening is None:
         return reader.read(selection, base, base + proposed, weighs=confirms is not Confirms.YES), False
     may_screen = confirms is Confirms.NO and not is_confirmed(session, screening, proposed)
     weighs = confirms is not Confirms.YES
-    if screening.deterministic and confirms is Confirms.NO:
+    if session.deterministic and confirms is Confirms.NO:
         weighs = screening.is_to_weigh  # it runs in a pass apart
     read = reader.read(selection, base, base + proposed, everything=not may_screen, weighs=weighs)
     return read, may_screen and read is not None and not read.reads_all

@@ -148,13 +148,11 @@ class StepPlanner:
         drafting, rounds = self._drafting, list[VerifyRound]()
         assert drafting is not None
         for session in sessions:
-            memory, base = session.reading.memory, len(session.tokens)
-            drafted = gamma if drafting.can_draft(session.reading.weighed, base) else 0
-            if memory is None or session.is_paused:
-                rounds.append(plan_round(session, None, [], now))
-                continue
-            item = plan_round(session, None, [0] * drafted, now)
-            item.input.read, item.drafting_cost = drafting.read(memory, base, drafted), cost
+            memory, base = None if session.is_paused else session.reading.memory, len(session.tokens)
+            drafts = memory is not None and drafting.can_draft(session.reading.weighed, base)
+            item = plan_round(session, None, [0] * gamma if drafts else [], now)
+            if memory is not None:
+                item.input.read, item.drafting_cost = drafting.read(memory, base, gamma if drafts else 0), cost
             rounds.append(item)
         return rounds
 
@@ -177,4 +175,4 @@ def drafted_for_themselves(sessions: Iterable[TargetSession], policy: Policy, kv
 
 def _proposal_of(session: TargetSession) -> Proposal | None:
     """Return the proposal to verify in a session's next round, if it is here and the round is to be drafted."""
-    return session.ready_proposal() if session.next_round.gamma and not session.awaits_its_end else None
+    return session.ready_proposal() if session.pace.next_round.gamma and not session.awaits_its_end else None

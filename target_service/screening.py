@@ -42,7 +42,7 @@ class Screening:
     confirmed: int
     """How many of the session's tokens are confirmed; the later ones are held."""
     supports: list[Support] = field(default_factory=list)
-    """The distribution that each held token was drawn from; none in a greedy session."""
+    """The distribution that each held token was drawn from; none in a greedy session, or of a deterministic target."""
     rounds: list[Commit] = field(default_factory=list)
     """The commits of the rounds since the last confirmation, which the session's owner has not received."""
     ends: bool = False
@@ -50,10 +50,6 @@ class Screening:
     unweighed: int = WEIGHED_EVERY - 1
     """Confirmations since the last one that weighed the KV that it read. A session that has weighed none yet has as
     many as make the next one weigh.
-    """
-    deterministic: bool = False
-    """Whether the target draws its own tokens where it confirms, whatever was screened: then there are no supports, and
-    sessions read everything in passes of their own.
     """
 
     @property

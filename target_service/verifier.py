@@ -51,8 +51,7 @@ class Verifier:
     """Runs sessions on a target model, step by step: plan_step, execute, then finish_step or fail_step.
 
     `admission` opens sessions; `protocol` takes drafts and their events. hooks: of tests and benchmarks. grammars:
-    compiles those of sessions. Raises ValueError if the KV's tiers are too small for the
-    settings, or if the runner reads no prompts sparsely where they say so.
+    compiles those of sessions. Raises ValueError if the KV's tiers are too small for the settings.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Verifier:
             "drafts": len(self.protocol.drafts),
             "takes_drafts": self.settings.has_draft and not self.settings.draft_in_target,
             "drafted_sessions": sum(session.draft.awaited for session in running),
-            "paused_sessions": sum(not session.next_round.gamma for session in running) if proposes else 0,
+            "paused_sessions": sum(not session.pace.next_round.gamma for session in running) if proposes else 0,
         }
 
     # Ending sessions.

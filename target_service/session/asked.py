@@ -23,19 +23,19 @@ class Asked:
     """Tokens of prompt and answer together, at most."""
     sampling: Sampling
     """How its tokens are drawn."""
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int]
     """Tokens that end its text."""
-    rules: tuple[LogitRule, ...] = ()
+    rules: tuple[LogitRule, ...]
     """What changes its logits; its grammar is one of them."""
-    grammar: GrammarState | None = None
+    grammar: GrammarState | None
     """The grammar that its text must follow."""
-    logprobs: int | None = None
+    logprobs: int | None
     """How many alternatives to tell with the log probability of each token; None: tell none."""
-    caller: str = ""
+    caller: str
     """The name of the key that its request came with."""
-    client: str = ""
+    client: str
     """The client with whose other sessions it shares places."""
-    choice: int = 0
+    choice: int
     """Which of its request's choices this is."""
-    resumed: bool = False
+    resumed: bool
     """Whether it was accepted before, by another orchestrator or target."""

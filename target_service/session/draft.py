@@ -33,8 +33,6 @@ class DraftPeer:
 class DraftState:
     """What the target knows of a session's draft."""
 
-    draws_own: bool = False
-    """Whether the target keeps the tokens that it draws itself, whatever is proposed."""
     peer: DraftPeer | None = None
     """The session's draft; None if it has none."""
     awaited: bool = False

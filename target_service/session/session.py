@@ -7,7 +7,7 @@ from specahead.engine.kv.pages import SequenceKV
 from specahead.engine.sampling.logprobs import TokenLogprobs
 from specahead.wire.errors import ServiceError
 from specahead.wire.messages import At, Begin, Closed, Proposal
-from target_service.policy import PLAIN, Pace, RoundPlan
+from target_service.policy import PLAIN, Pace
 from target_service.policy.lookup import FirstGuess, PromptLookup
 from target_service.policy.pace import TRIAL
 from target_service.screening import Screening
@@ -46,6 +46,10 @@ class TargetSession:
     """The prompt, the committed tokens and the held ones. All but the last have KV once they are read."""
     queued_at: float
     """When it last began to wait for room, by time.monotonic."""
+    deterministic: bool
+    """Whether the target draws its own tokens where it judges for good, whatever was proposed or screened. Then
+    sessions read everything in passes of their own.
+    """
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of the prompt's tokens but its first, as far as it is read; None if not requested, or sent already."""
     kv: SequenceKV = field(default_factory=SequenceKV)
@@ -61,8 +65,8 @@ class TargetSession:
     lookup: PromptLookup | None = None
     """What proposes tokens of its own text; None: nothing does."""
     first_guess: FirstGuess | None = None
-    """What its own text proposes where there is a draft, too: before it is asked, or in its place; None: the text
-    proposes where there is none, or never.
+    """What its own text proposes before its draft is asked, or in the draft's place; None: the text proposes only where
+    there is no draft, or never.
     """
     pace: Pace = field(default_factory=Pace)
     """How its next round is made."""
@@ -131,11 +135,6 @@ class TargetSession:
     # Who proposes.
 
     @property
-    def next_round(self) -> RoundPlan:
-        """How its next round is made."""
-        return self.pace.next_round
-
-    @property
     def is_paused(self) -> bool:
         """Whether it pauses by itself, because proposals for it did not pay."""
         return self.pace.pause.lasts(len(self.tokens))
@@ -148,13 +147,13 @@ class TargetSession:
     @property
     def awaits_draft(self) -> bool:
         """Whether its next round waits for a proposal of its draft."""
-        expects = self.next_round.gamma > 0 and self.draft.peer is not None and self.draft.awaited
+        expects = self.pace.next_round.gamma > 0 and self.draft.peer is not None and self.draft.awaited
         return expects and not self.begins and not self.awaits_its_end and self.ready_proposal() is None
 
     @property
     def goes_alone(self) -> bool:
         """Whether it goes without a draft for now."""
-        return not self.next_round.gamma or self.is_guessing
+        return not self.pace.next_round.gamma or self.is_guessing
 
     def pause(self) -> None:
         """Go on without a draft for a while, since it has sent something wrong."""
@@ -180,7 +179,7 @@ class TargetSession:
         if self.holds:
             self.first_guess.forget()
         else:
-            self.first_guess.guess(self.lookup, self.tokens, self.room, alone=not self.next_round.gamma)
+            self.first_guess.guess(self.lookup, self.tokens, self.room, alone=not self.pace.next_round.gamma)
 
     # Its draft.
 
@@ -199,13 +198,13 @@ class TargetSession:
             grammar=grammar.source if grammar is not None else "",
             gamma=gamma,
             dense=dense,
-            draws_own=self.draft.draws_own,
+            draws_own=self.deterministic,
         )
 
     @property
     def draft_request(self) -> tuple[int, bool]:
         """The tokens that its draft is to propose in a round, and whether without announcements."""
-        plan = self.next_round
+        plan = self.pace.next_round
         return plan.gamma, self.reading.is_announced and not (plan.sparse and self.announces)
 
     def ready_proposal(self) -> Proposal | None:
@@ -227,8 +226,7 @@ class TargetSession:
         """Go on without the present draft: nothing that it has sent counts any more."""
         if self.draft.peer is not None:
             self.draft.peer.sessions.discard(self.id)
-        self.draft.forget()
-        self.draft = DraftState(self.draft.draws_own)
+        self.draft = DraftState()
         self.epoch += 1
 
     # Its rounds.

@@ -106,7 +106,7 @@ def test_all_sessions_draft_as_many_tokens(every_clock: Clock) -> None:
 
     def plan_and_note(verifier: Verifier, rounds: dict[str, object]) -> object:
         step = plan(verifier, rounds)
-        numbers.append({session.next_round.gamma for session in verifier.admission.running.values()})
+        numbers.append({session.pace.next_round.gamma for session in verifier.admission.running.values()})
         return step
 
     with pytest.MonkeyPatch.context() as patch:
