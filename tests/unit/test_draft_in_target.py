@@ -19,6 +19,7 @@ from specahead.config import SettingsError, TargetSettings
 from specahead.engine.loading.config import load_shape
 from specahead.engine.loading.memory import bytes_of_token, room_for_kv
 from specahead.engine.loading.opening import open_both
+from specahead.engine.parallel.ranks import ALONE
 from specahead.engine.steps.step_loop import run_step_loop
 from specahead.wire import messages as m
 from target_service.draft_in_target import LaunchRounds, Result, Step, StepsByTurns
@@ -331,7 +332,7 @@ def both(tokens: int = 0, memory: float = 0.0) -> TargetSettings:
 
 
 def test_both_models_have_room_for_the_same_sessions() -> None:
-    target, draft = open_both(both(2000), both(2000).own_draft, "none", "none")
+    target, draft = open_both(both(2000), both(2000).own_draft, "none", "none", ALONE, lambda: None)
     assert target.shape.num_layers != draft.shape.num_layers
     room, own = draft.runner.kv.pool.num_pages, target.runner.kv.pool.num_pages
     assert own == 125

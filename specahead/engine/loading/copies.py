@@ -31,29 +31,22 @@ def choose_copies(settings: Settings) -> Settings:
     of weights that are held in 8 or 4 bits. The device of the settings must be known.
     Raises what transformers raises for a config that it cannot read.
     """
-    said = settings.speculation
-    read = _read_by(settings)
-    held = [name for name, model in read.items() if _storage_of(settings, model).bits < 16]
-    models = {
-        name: model
-        for name, model in read.items()
-        if name not in held
-        and not is_head(load_config(model))
-        and getattr(said, name) is None
-        and can_copy(load_config(model), settings.dtype, settings.device, model, _ranks_of(settings, model))
-    }
-    sizes = {name: count_parameters(load_config(model)) // _ranks_of(settings, model) for name, model in models.items()}
+    said, sizes = settings.speculation, dict[str, int]()
+    chosen: dict[str, Any] = {name: getattr(said, name) or "none" for name in QUANTIZATION_KEYS}
+    for name, model in _read_by(settings).items():
+        config, ranks, is_open = load_config(model), _ranks_of(settings, model), getattr(said, name) is None
+        if _storage_of(settings, model).bits < 16:
+            chosen[name] = "none"
+        elif is_open and not is_head(config) and can_copy(config, settings.dtype, settings.device, model, ranks):
+            sizes[name] = count_parameters(config) // ranks
     made = fitting(sizes, *_memory(settings)) if sizes else []
-    chosen: dict[str, Any] = {
-        name: "fp8" if name in made else getattr(said, name) or "none" for name in QUANTIZATION_KEYS
-    }
-    chosen |= dict.fromkeys(held, "none")
+    chosen |= dict.fromkeys(made, "fp8")
     if sizes:
         log.info("chose 8-bit copies of weights", extra={**chosen, "gib": sum(sizes[name] for name in made) / 2**30})
     return replace(settings, speculation=replace(said, **chosen))
 
 
-def can_copy(config: Any, dtype: str, device: str, model: str, ranks: int = 1) -> bool:
+def can_copy(config: Any, dtype: str, device: str, model: str, ranks: int) -> bool:
     """Return whether the device reads 8-bit copies of a model's layers. They are not built for mixtures of experts.
 
     config: of transformers. dtype: as settings name it. ranks: over which the model is split.

@@ -51,7 +51,8 @@ def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0)
         ranks = replace(decoder.ranks, followers=NOBODY)
         loaded = replace(loaded, decoder=replace(decoder, ranks=ranks))
     vocabulary, longest = loaded.shape.vocab_size, loaded.shape.max_position_embeddings
-    tokens = [token for token in tokenizer.encode(_text())[:OF_TEXT] if token < vocabulary]
+    text = tokenizer.encode(DEMO_TEXT.read_text(encoding="utf-8"))[:OF_TEXT]
+    tokens = [token for token in text if token < vocabulary]
     tokens += range(0, vocabulary, max(1, vocabulary // OF_VOCABULARY))
     tokens = tokens[: min(OF_TEXT + OF_VOCABULARY, longest)]
     runner, sequence = make_runner(loaded, len(tokens) + PAGE_SIZE, enforce_eager=True), SequenceKV()
@@ -70,10 +71,6 @@ def measure_kv_scales(loaded: LoadedModel, tokenizer: Any, max_context: int = 0)
     scales = scales_for(seen)
     log.info("KV in 8 bits: scales are made", extra={"least": float(scales.min()), "largest": float(scales.max())})
     return KVScales(scales, torch.stack(centers))
-
-
-def _text() -> str:
-    return DEMO_TEXT.read_text(encoding="utf-8")
 
 
 def _of_sequence(kv: KVCache, layer: int, sequence: SequenceKV) -> tuple[Tensor, Tensor]:

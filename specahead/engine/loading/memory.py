@@ -64,14 +64,8 @@ def check_memory(settings: ModelSettings, shape: ModelShape, weights: int, dtype
     weights: bytes of the model, about. On a CPU KV takes memory when it is written: without this check nothing would
     refuse it before requests come.
     """
-    if settings.kv_tokens:
-        of_kv = {
-            f"{settings.kv_tokens} tokens of KV": float(
-                settings.kv_tokens * bytes_of_token(shape, dtype, settings.kv_cache_dtype)
-            )
-        }
-    else:
-        of_kv = {"kv_memory": settings.kv_memory * 2**30}
+    tokens, a_token = settings.kv_tokens, bytes_of_token(shape, dtype, settings.kv_cache_dtype)
+    of_kv = {f"{tokens} tokens of KV": float(tokens * a_token)} if tokens else {"kv_memory": settings.kv_memory * 2**30}
     of_host = {"host_kv_memory": settings.host_kv_memory * 2**30}
     if device == "cpu":
         _check_fits(settings.model, of_kv | of_host, weights, device)
@@ -105,9 +99,7 @@ def room_for_kv(
     context = context_of(settings, shape)
     if device == "cpu" and not settings.kv_memory:
         return max(DEFAULT_KV_TOKENS, settings.max_context + PAGE_SIZE)
-    own = bytes_of_token(shape, dtype, settings.kv_cache_dtype)
-    a_token = own + beside
-    memory = _device_memory(settings, device)
+    memory, a_token = _device_memory(settings, device), bytes_of_token(shape, dtype, settings.kv_cache_dtype) + beside
     if settings.host_kv_memory:
         memory -= _bytes_beside_pages(settings, shape, dtype)
         a_token = _bytes_in_pages(shape, dtype, settings.kv_cache_dtype)

@@ -106,18 +106,13 @@ def open_both(
     """
     second = _load(beside, of_second)
     first = _load(settings, eight_bit, ranks, meet)
-    beside_it = bytes_of_token(second.model.shape, second.model.dtype, beside.kv_cache_dtype)
-    tokens = first.room(beside_it)
+    tokens = first.room(bytes_of_token(second.model.shape, second.model.dtype, beside.kv_cache_dtype))
     rounds = beside.max_sessions * (2 * beside.widest_round + PAGE_SIZE)
     return _open(first, tokens), _open(second, beside.kv_tokens or tokens + rounds)
 
 
 def open_with_head(
-    settings: ModelSettings,
-    head: ModelSettings,
-    eight_bit: EightBit,
-    ranks: Ranks = ALONE,
-    meet: Callable[[], None] = lambda: None,
+    settings: ModelSettings, head: ModelSettings, eight_bit: EightBit, ranks: Ranks, meet: Callable[[], None]
 ) -> tuple[OpenedModel, OpenedModel]:
     """Load a model, and a head that drafts on its hidden states, on one device.
 
@@ -142,7 +137,7 @@ def open_with_head(
 
 
 def _load(
-    settings: ModelSettings, eight_bit: EightBit = "none", ranks: Ranks = ALONE, meet: Callable[[], None] = lambda: None
+    settings: ModelSettings, eight_bit: EightBit, ranks: Ranks = ALONE, meet: Callable[[], None] = lambda: None
 ) -> _Loaded:
     """Return a model on its device, without KV yet. The arguments are those of `open_model`."""
     if settings.threads:
