@@ -8,11 +8,11 @@ import torch
 
 from specahead.cli.main import main
 from specahead.config.speculation import KVCacheDtype
-from specahead.kernels.chosen_blocks import BlockRule
 from specahead.lab.benchmarks import experts
 from specahead.lab.benchmarks.flags import HELD
 from specahead.lab.benchmarks.gpu_timing import require_gpu
-from specahead.lab.benchmarks.shapes import Shape, random_experts
+from specahead.lab.benchmarks.random_models import random_experts
+from specahead.lab.benchmarks.shapes import Shape
 from specahead.lab.benchmarks.step import Bench, choosing_rows, draft_rows, target_rows
 
 
@@ -36,7 +36,8 @@ def test_each_step_and_round_that_is_measured_can_be_run(how: dict[str, Any], mo
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_steps_of_a_model_that_chooses_blocks_can_be_run(kv: KVCacheDtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specahead.lab.benchmarks.step.graph_milliseconds", run_once)
-    shape = Shape(2, 128, 8, 2, 16, 128, 300, block_rule=BlockRule(32, 6, 1, 2, 160))
+    chosen = {"block_size": 32, "topk": 4, "init_blocks": 1, "window_size": 64, "dense_len": 160}
+    shape = Shape(2, 128, 8, 2, 16, 128, 300, sparse_config=chosen, model_type="minicpm")
     with torch.inference_mode():
         bench = Bench(shape, 1e9, 2, 512, "cpu", 2, kv_cache_dtype=kv)
         rows = choosing_rows(bench, 2, 512)

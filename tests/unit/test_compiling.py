@@ -32,7 +32,8 @@ from specahead.kernels.compiling import compile_ahead
 A_ROUND_AND_A_STEP = """
 from functools import partial
 from specahead.kernels.compiling import note_launch
-from specahead.lab.benchmarks.shapes import Shape, random_decoder, random_scales
+from specahead.lab.benchmarks.random_models import random_decoder, random_scales
+from specahead.lab.benchmarks.shapes import Shape
 from specahead.engine.steps.announcing import Announcer
 from specahead.engine.kv.cache import KVCache
 from specahead.engine.steps.pass_runner import PassRunner
@@ -85,7 +86,8 @@ assert not any(part.view(torch.uint8).any() for part in (*pages, *more))
 A_START = """
 from functools import partial
 import specahead.engine.steps.graphs, specahead.kernels.compiling
-from specahead.lab.benchmarks.shapes import Shape, random_decoder
+from specahead.lab.benchmarks.random_models import random_decoder
+from specahead.lab.benchmarks.shapes import Shape
 from draft_service.drafter import Drafter
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.kv.cache import KVCache

@@ -7,8 +7,8 @@ import pytest
 from specahead.engine.loading.config import FamilyConfig, load_config
 from specahead.engine.model.families import count_parameters, unbuilt_feature
 from specahead.engine.model.head_config import count_head_parameters, is_head, layers_read, unbuilt_in_head
-from specahead.lab.benchmarks.model_folders import write_model
-from specahead.lab.benchmarks.shapes import SHAPES, read_shape_of
+from specahead.lab.benchmarks.model_folders import read_shape_of, write_model
+from specahead.lab.benchmarks.shapes import SHAPES
 
 # Of the published models.
 PARAMETERS = {

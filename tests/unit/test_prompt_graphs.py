@@ -11,7 +11,8 @@ from specahead.engine.model.head import StateTap
 from specahead.engine.steps.inputs import SequenceInput
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.engine.steps.prompt_graphs import MOST_TOKENS, sizes_up_to
-from specahead.lab.benchmarks.shapes import random_decoder, random_scales, read_shape_of
+from specahead.lab.benchmarks.random_models import random_decoder, random_scales
+from specahead.lab.benchmarks.shapes import SHAPES
 
 CONTEXT = 6000
 
@@ -27,7 +28,7 @@ def test_a_size_holds_a_pass_and_little_more(tokens: int) -> None:
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_graphs_give_the_logits_the_kv_and_the_states_that_launches_give(eight_bit: bool) -> None:
     """One prompt, and two at once, one of them behind tokens; of sizes that fill a graph and of others."""
-    shape = read_shape_of("tiny")
+    shape = SHAPES["tiny"]
     decoder = random_decoder(shape, CONTEXT, "cuda")
     sizes = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, 2 * CONTEXT // PAGE_SIZE
     scales = random_scales(shape, "cuda") if eight_bit else None

@@ -20,7 +20,8 @@ from specahead.kernels.mixture import Experts, mix_experts
 from specahead.kernels.mixture.products import default_cut, multiply_down, multiply_gated
 from specahead.kernels.mixture.routing import Choice, Tiles, choose_experts, plan_tiles, tile_rows
 from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
-from specahead.lab.benchmarks.shapes import random_experts, read_shape_of
+from specahead.lab.benchmarks.model_folders import read_shape_of
+from specahead.lab.benchmarks.random_models import random_experts
 
 COLUMNS, DEPTHS, STAGES = (64, 128), (64, 128, 256), (2, 3, 4, 5)
 TIMES = 8  # in one graph, whose own launch takes as long as a small kernel

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specahead import models
-from specahead.kernels.chosen_blocks import BlockRule
-from specahead.lab.benchmarks.shapes import Shape
+from specahead.engine.loading.config import load_config
+from specahead.engine.model.families import block_rule, count_experts
+from specahead.lab.benchmarks.shapes import SHAPES, Shape
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -53,20 +54,32 @@ def write_model(folder: Path, shape: Shape, vocab: int, context: int) -> None:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    if shape.block_rule is not None:
+    if shape.sparse_config:
         factors = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}  # of MiniCPM4 and 4.1
-        config |= {**factors, "sparse_config": _sparse_config(shape.block_rule)}
+        config |= {**factors, "sparse_config": shape.sparse_config}
     if shape.drafted:
         config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shape.drafted}
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _sparse_config(rule: BlockRule) -> dict[str, Any]:
-    """Return a rule as MiniCPM's config says it; windows have the sizes that are built."""
-    return {
-        "block_size": rule.block_size,
-        "topk": rule.top - rule.local,
-        "init_blocks": rule.first,
-        "window_size": rule.local * rule.block_size,
-        "dense_len": rule.dense_below,
-    }
+def read_shape_of(name: str) -> Shape:
+    """One of SHAPES, or that of a model's config (folder or Hugging Face id)."""
+    if name in SHAPES:
+        return SHAPES[name]
+    config = load_config(name)
+    heads = config.num_attention_heads
+    experts = count_experts(config)
+    return Shape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        config.moe_intermediate_size if experts else config.intermediate_size,
+        config.vocab_size,
+        experts,
+        config.num_experts_per_tok if experts else 0,
+        config.sparse_config if block_rule(config) else None,
+        model_type=config.model_type,
+        tied=config.tie_word_embeddings,
+    )

@@ -17,7 +17,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from specahead.engine.kv.pages import PAGE_SIZE
 from specahead.lab.benchmarks.announced_trace import ROWS
 from specahead.lab.benchmarks.gpu_timing import graphics_processor, require_gpu
+from specahead.lab.benchmarks.model_folders import read_shape_of
 from specahead.lab.benchmarks.offload_kv import Check, compare_logits
 from specahead.lab.benchmarks.offload_steps import (
     IN_STEP,
@@ -45,8 +46,9 @@ from specahead.lab.benchmarks.offload_steps import (
     resident_kv,
     tiered_kv,
 )
+from specahead.lab.benchmarks.random_models import random_decoder
 from specahead.lab.benchmarks.read_trace import ReadTrace, about_reads, load_reads
-from specahead.lab.benchmarks.shapes import Shape, random_decoder, read_shape_of
+from specahead.lab.benchmarks.shapes import Shape
 from specahead.lab.results import Columns, describe, describe_run, live_line, text_table, write_json
 
 SHARES = {1 / 8: "1/8", 1 / 10: "1/10", 1 / 16: "1/16", 1 / 32: "1/32"}  # that are recorded, and their traces
@@ -258,7 +260,7 @@ def run(flags: argparse.Namespace) -> None:
         "traces": ", ".join(f"{key} {value}" for key, value in about_reads().items()),
     }
     print(f"{describe(head)}\n{text_table(_COLUMNS, rows, left=1)}\n{_LEGEND}")
-    write_json(flags.json, head | {"link_bytes_a_second": bench.link, "rows": [asdict(row) for row in rows]})
+    write_json(flags.json, head | {"link_bytes_a_second": bench.link, "rows": rows})
 
 
 _COLUMNS: Columns[OffloadRow] = {

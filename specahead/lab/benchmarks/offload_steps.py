@@ -32,7 +32,8 @@ from specahead.kernels.kv_scales import EIGHT_BITS, KVScales, as_bytes
 from specahead.kernels.selection import WORD
 from specahead.lab.benchmarks.gpu_timing import AWAKE, capture, copy_milliseconds
 from specahead.lab.benchmarks.offload_kv import FilledTieredKV
-from specahead.lab.benchmarks.shapes import GROUP, Shape, random_scales
+from specahead.lab.benchmarks.random_models import GROUP, random_scales
+from specahead.lab.benchmarks.shapes import Shape
 
 IN_STEP, ON_DEMAND = "in step", "on demand"  # when pages are fetched
 SINK, WINDOW, DECAY = 1, 4, 0.9  # blocks that are always read, and the share of weights kept from pass to pass

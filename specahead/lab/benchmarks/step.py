@@ -28,7 +28,9 @@ from specahead.engine.steps.shapes import Choosers, JudgeShape, PassShape, ReadS
 from specahead.kernels.backends import default_backend
 from specahead.kernels.residency import drop_pages
 from specahead.lab.benchmarks.gpu_timing import TimedRow, copy_bandwidth, graph_milliseconds, report, require_gpu
-from specahead.lab.benchmarks.shapes import GROUP, Shape, random_decoder, random_scales, read_shape_of
+from specahead.lab.benchmarks.model_folders import read_shape_of
+from specahead.lab.benchmarks.random_models import GROUP, random_decoder, random_scales
+from specahead.lab.benchmarks.shapes import Shape
 
 Cache = TypeVar("Cache", bound=KVCache)
 BLENDED = 8  # heads of the draft that a row of an announcement is a sum of, as of a calibrated plan
@@ -63,7 +65,7 @@ class Bench:
         self.decoder: Decoder = random_decoder(shape, longest + PAGE_SIZE, device, quantization=quantization)
         pages = batch * (longest // PAGE_SIZE)
         of_shape = shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim
-        how: dict[str, Any] = {"page_means": shape.block_rule is not None}
+        how: dict[str, Any] = {"page_means": self.decoder.block_rule is not None}
         how["scales"] = random_scales(shape, device) if kv_cache_dtype == "fp8" else None
         self.kv = _filled(KVCache(*of_shape, pages, torch.bfloat16, device, **how))
         self.model = PagedModel(self.decoder, self.kv, default_backend(self.device))
@@ -88,7 +90,7 @@ class Bench:
 
     def choosing(self, batch: int, context: int, queries: int, choosers: Choosers) -> TimedRow:
         """Time a verification of a target whose own attention chooses blocks. The floor has each choice read apart."""
-        rule = self.shape.block_rule
+        rule = self.decoder.block_rule
         assert rule is not None
         shape = PassShape(batch, batch * queries, queries, context // PAGE_SIZE, choosers=choosers)
         buffers = self._buffers(shape, context)
@@ -109,7 +111,7 @@ class Bench:
         sizes = batch * pages // 2, batch * pages, PAGE_SIZE
         kv = _filled(_SharedStoreKV(*of_kv, *sizes, self.kv.dtype, self.device, scales=self.kv.scales, page_means=True))
         shape = PassShape(batch, batch * queries, queries, pages, choosers=Choosers.FIRST, read=ReadShape(fetches=True))
-        rule = self.shape.block_rule
+        rule = self.decoder.block_rule
         assert rule is not None
         choices = ReadMemories(batch).choices(kv.num_layers, kv.kv_heads, rule.width(queries), self.device)
         buffers = self._buffers(shape, context, choices, kv)
@@ -289,7 +291,7 @@ def run(flags: argparse.Namespace) -> None:
             shape = read_shape_of(name)
             bench = Bench(shape, bandwidth, flags.repeats, longest, batch=max(flags.batches), **how)
             for batch, context in cases:
-                table += (measure if shape.block_rule is None else choosing_rows)(bench, batch, context)
+                table += (choosing_rows if shape.sparse_config else measure)(bench, batch, context)
             del bench
             torch.cuda.empty_cache()
     report(flags, bandwidth, table, _LEGEND)

@@ -255,7 +255,7 @@ def _write_pair(folder: Path, pair: Pair, context: int) -> tuple[dict[str, str],
     sizes = (big.num_hidden_layers, big.num_key_value_heads)
     heads = (1, 1) if small.drafted else (small.num_hidden_layers, small.num_attention_heads)
     plan, file = uniform_plan(*sizes, *heads, budget=pair.budget), folder / "plan.json"
-    if big.block_rule is not None:  # nothing is chosen for layers that choose by themselves
+    if big.sparse_config:  # nothing is chosen for layers that choose by themselves
         plan = replace(plan, dense_layers=tuple(range(plan.target_layers)), group_size=0)
     save_plan(plan, file)
     return folders, str(file)
