@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -85,13 +86,13 @@ def live_line(columns: Columns[Row], row: Row) -> str:
     return "  ".join(cell(row).rjust(len(name)) for name, cell in columns.items())
 
 
-def to_json(rows: Sequence[Any]) -> str:
-    """Return rows, which are dataclasses, as JSON."""
-    return json.dumps([asdict(row) for row in rows], indent=1)
+def to_json(rows: Any) -> str:
+    """Return rows, or tables of them by name, as JSON. Rows are dataclasses."""
+    return json.dumps(rows, indent=1, default=asdict)
 
 
 def write_json(file: str | Path | None, content: Mapping[str, Any]) -> None:
-    """Write a JSON file with a line for each row, unless `file` is None.
+    """Write a JSON file with a line for each row, which may be a dataclass, unless `file` is None.
 
     A regular file is moved into place, so that nobody ever reads a half of it.
     """
@@ -109,6 +110,5 @@ def write_json(file: str | Path | None, content: Mapping[str, Any]) -> None:
 
 def _with_lines(value: Any) -> str:
     """Return JSON, with a line for each item of a list."""
-    return (
-        "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) and value else json.dumps(value)
-    )
+    dump = partial(json.dumps, default=asdict)
+    return "[\n" + ",\n".join(map(dump, value)) + "\n]" if isinstance(value, list) and value else dump(value)

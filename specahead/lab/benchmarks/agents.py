@@ -10,7 +10,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def run(flags: argparse.Namespace) -> Sequence[AgentsRow | arrivals.ArrivalsRow]
     print(report(rows))
     if not told_ids:
         print("The server returns no token ids: other tokens took the place of its answers in later prompts.")
-    write_json(flags.json, head | {"server returns token ids": told_ids, "rows": [asdict(row) for row in rows]})
+    write_json(flags.json, head | {"server returns token ids": told_ids, "rows": rows})
     if flags.plot:
         lines = {
             "whole turn, median": [row.turn_p50 for row in rows],

@@ -8,7 +8,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,7 @@ def _lengths(random: np.random.Generator, quantiles: Sequence[int], count: int) 
 def run(flags: argparse.Namespace) -> list[ArrivalsRow]:
     """Measure and print a row for each rate, and write them to the JSON file if one is named. Raises as `measure`."""
     rows = measure(flags)
-    write_json(flags.json, describe_run(flags, processor()) | {"rows": [asdict(row) for row in rows]})
+    write_json(flags.json, describe_run(flags, processor()) | {"rows": rows})
     if flags.plot:
         lines = {
             "whole turn, median": [row.turn_p50 for row in rows],

@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -113,4 +113,4 @@ def report(flags: argparse.Namespace, bandwidth: float, rows: list[TimedRow], le
     head = describe_run(flags, graphics_processor())
     head["copy bandwidth"] = f"{bandwidth / 1e12:.2f} TB/s, read and written"
     print(f"{describe(head)}\n{text_table(columns, rows, left=1)}\n{legend}")
-    write_json(flags.json, head | {"bandwidth": bandwidth, "rows": [asdict(row) for row in rows]})
+    write_json(flags.json, head | {"bandwidth": bandwidth, "rows": rows})

@@ -7,7 +7,7 @@ processes would take hours, and would measure the machine's cores.
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -53,7 +53,7 @@ def run(flags: argparse.Namespace) -> None:
     print(f"{describe(head)}\n{live_head(_COLUMNS)}")
     row = _replay(requests, flags)
     print(live_line(_COLUMNS, row), flush=True)
-    write_json(flags.json, head | {"rows": [asdict(row)]})
+    write_json(flags.json, head | {"rows": [row]})
 
 
 _COLUMNS: Columns[RoutingRow] = {

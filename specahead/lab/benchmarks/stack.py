@@ -13,7 +13,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -77,7 +77,7 @@ def run(flags: argparse.Namespace) -> list[StackRow]:
         ][1:]
     rows = [sorted(runs, key=lambda row: row.session_round_ms)[PASSES // 2] for runs in zip(*passes, strict=True)]
     print(f"{describe(head)}\n{text_table(_COLUMNS, rows)}\n{_LEGEND}")
-    write_json(flags.json, head | {"rows": [asdict(row) for row in rows]})
+    write_json(flags.json, head | {"rows": rows})
     return rows
 
 

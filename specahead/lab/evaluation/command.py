@@ -1,9 +1,8 @@
 """`specahead evaluate`: measure what the sparsity methods cost in quality, and compare tokens."""
 
 import argparse
-import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -109,6 +108,6 @@ def _evaluate_drafts(flags: argparse.Namespace, plan: Plan, texts: dict[str, str
         workers=flags.workers,
     )
     if flags.json:
-        print(json.dumps({name: [asdict(row) for row in rows] for name, rows in tables.items()}, indent=1))
+        print(to_json(tables))
     else:
         print("\n\n".join(f"{name}\n{text_table(drafts.COLUMNS, rows, left=0)}" for name, rows in tables.items()))

@@ -1,7 +1,6 @@
 """The sums of an evaluation, kept in a JSON file as they come, so that a run that is cut off can go on."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,5 +46,5 @@ class KeptSums:
         for case, by_variant in zip(self._cases, self.by_case, strict=True):
             for i, sums in sorted(by_variant.items()):
                 name = {"case": case.name, "method": self._variants[i].name, "budget": self._variants[i].budget}
-                entries.append(name | {"sums": asdict(sums)})
-        write_json(self._path, {"settings": self._settings, "rows": [asdict(row) for row in rows], "sums": entries})
+                entries.append(name | {"sums": sums})
+        write_json(self._path, {"settings": self._settings, "rows": rows, "sums": entries})

@@ -7,7 +7,7 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def write_page(study: Study, out: Path, seconds: float) -> None:
     plots.plot_quality(study.rows["long text"], folder / "long-text.png")
     at_six = [row for row in study.rows["long text"] if row.budget == "0.06"]
     plots.plot_churn(at_six, folder / "churn.png")
-    write_json(folder / "rows.json", {name: list(map(asdict, rows)) for name, rows in study.rows.items()})
+    write_json(folder / "rows.json", study.rows)
     page = out / PAGE
     text = page.read_text(encoding="utf-8")
     for name, rows in study.rows.items():

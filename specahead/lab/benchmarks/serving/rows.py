@@ -162,10 +162,9 @@ class Results:
         return found[0] if found else None
 
     def _write(self) -> None:
-        content = {"prompts": [asdict(row) for row in self.prompts], "rows": [asdict(row) for row in self.rows]}
-        content |= {"agents": self.agents, "arrivals": self.arrivals}
+        measured = {name: getattr(self, name) for name in ("prompts", "rows", "agents", "arrivals")}
         others = {"written": time.strftime("%F %T"), "starts": self.starts, "failures": self.failures}
-        write_json(self.file, self.head | content | others)
+        write_json(self.file, self.head | measured | others)
 
 
 def describe_breakdown(breakdown: Breakdown) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def run(flags: argparse.Namespace) -> None:
         raise ValueError(f"{flags.plan}: the plan is not calibrated; make one with specahead calibrate first")
     records, answers = ask(flags, flags.url[0], questions, ways, {"max_tokens": flags.generated})
     rows = to_rows(records)
-    answers.save({"settings": settings_of(flags), "rows": [asdict(row) for row in rows]})
+    answers.save({"settings": settings_of(flags), "rows": rows})
     print(text_table(COLUMNS, rows))
     if plan is not None:
         chance, rounds = prior_of(records)

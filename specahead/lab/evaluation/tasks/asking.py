@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Answers:
     def save(self, head: dict[str, Any]) -> None:
         """Write the file, in which `head` comes before the answers."""
         if self._path is not None:
-            write_json(self._path, head | {"answers": [asdict(record) for record in self.by_request.values()]})
+            write_json(self._path, head | {"answers": list(self.by_request.values())})
         self._saved = time.monotonic()
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def run(flags: argparse.Namespace) -> None:
     ways = [Way(name) for name in flags.exactness or [""]]
     records, answers = ask(flags, flags.url, questions_of(flags), ways, {})
     rows = to_rows(records)
-    answers.save({"settings": settings_of(flags), "rows": [asdict(row) for row in rows]})
+    answers.save({"settings": settings_of(flags), "rows": rows})
     print(text_table(COLUMNS, rows))
     if flags.plot:
         _plot(rows, Path(flags.plot))

@@ -7,7 +7,7 @@ read a prompt before, since what a draft takes to read prompts is part of what a
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice, product
 from statistics import geometric_mean, mean
 
@@ -83,7 +83,7 @@ def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequ
     rows: list[ComparedRow] = []
     for row in _measure(flags, servers, kinds, ways):
         rows.append(row)
-        write_json(flags.json, {"settings": settings_of(flags), "rows": [asdict(each) for each in rows]})
+        write_json(flags.json, {"settings": settings_of(flags), "rows": rows})
     for number, server in enumerate(servers, 1):
         print(f"server {number}: {server.url}")
     print(to_text(rows))
