@@ -3,11 +3,13 @@
 Perplexity cases are plain text; recall and copy cases hide something in a text and ask for it at the end.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specahead.sparsity.plan import Plan
 
@@ -84,49 +86,51 @@ def perplexity_cases(
 NAMES = ["Marlow", "Priscilla", "Hawkins", "Ottilie", "Barnabas", "Cordelia", "Ferdinand", "Rosamund"]
 
 
-@dataclass(frozen=True)
-class _Hidden:
-    """Sentences to hide at random depths, a question, and its answer."""
-
-    said: list[str]
-    question: str
-    answer: str
+Words = tuple[list[str], str, str]  # sentences to hide at random depths, a question, and its answer
 
 
-def _pass_key(rng: random.Random) -> _Hidden:
+def _pass_key(rng: random.Random) -> Words:
     key = str(rng.randrange(10_000, 100_000))
     said = f"The pass key is {key}. Remember it. {key} is the pass key."
-    return _Hidden([said], "What is the pass key? The pass key is", f" {key}.")
+    return [said], "What is the pass key? The pass key is", f" {key}."
 
 
-def _named_keys(rng: random.Random) -> _Hidden:
+def _named_keys(rng: random.Random) -> Words:
     keys = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(NAMES, 4)}
     said = [f"The pass key of {name} is {key}. Remember it." for name, key in keys.items()]
     name = rng.choice(list(keys))
-    return _Hidden(said, f"What is the pass key of {name}? The pass key of {name} is", f" {keys[name]}.")
+    return said, f"What is the pass key of {name}? The pass key of {name} is", f" {keys[name]}."
 
 
-def _pairs(rng: random.Random) -> _Hidden:
+def _pairs(rng: random.Random) -> Words:
     pairs = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(NAMES, 6)}
     name = rng.choice(list(pairs))
-    return _Hidden([f"{name} = {value}" for name, value in pairs.items()], f"{name} =", f" {pairs[name]}")
+    return [f"{name} = {value}" for name, value in pairs.items()], f"{name} =", f" {pairs[name]}"
 
 
-def _copied_code(rng: random.Random) -> _Hidden:
+def _copied_code(rng: random.Random) -> Words:
     names = [f"{rng.choice(NAMES).lower()}_{rng.randrange(100, 1000)}" for _ in range(4)]
     numbers = [rng.randrange(10_000, 100_000) for _ in range(3)]
     body = (
         f"({names[1]}, {names[2]}):\n    {names[3]} = {names[1]} * {numbers[0]} + {numbers[1]}\n"
         f"    return {names[3]} - {names[2]} * {numbers[2]}"
     )
-    return _Hidden([f"def {names[0]}{body}"], f"def {names[0]}", body)
+    return [f"def {names[0]}{body}"], f"def {names[0]}", body
 
 
-RECALL: dict[str, Callable[[random.Random], _Hidden]] = {
+RECALL: dict[str, Callable[[random.Random], Words]] = {
     "pass-key": _pass_key,
     "named-keys": _named_keys,
     "pairs": _pairs,
 }
+
+
+class _Hidden(NamedTuple):
+    """What is hidden, asked and answered, in tokens."""
+
+    said: list[list[int]]
+    question: list[int]
+    answer: list[int]
 
 
 def recall_cases(kinds: list[str], texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
@@ -134,11 +138,11 @@ def recall_cases(kinds: list[str], texts: dict[str, str], tokenizer: Any, contex
     unknown = set(kinds) - set(RECALL)
     if unknown:
         raise ValueError(f"recall of {sorted(unknown)}; known are {sorted(RECALL)}")
-    return [
-        _hide(f"{kind}-{i}", RECALL[kind], texts, tokenizer, context, random.Random(f"{kind}-{i}"))
-        for kind in kinds
-        for i in range(count)
-    ]
+    cases = []
+    for kind, number in itertools.product(kinds, range(count)):
+        name, rng = f"{kind}-{number}", random.Random(f"{kind}-{number}")
+        cases.append(_hide(name, _tokens(RECALL[kind](rng), tokenizer), texts, tokenizer, context, rng))
+    return cases
 
 
 def copy_cases(texts: dict[str, str], tokenizer: Any, context: int, count: int) -> list[Case]:
@@ -146,50 +150,27 @@ def copy_cases(texts: dict[str, str], tokenizer: Any, context: int, count: int) 
     cases = []
     for i in range(count):
         rng = random.Random(f"copy-{i}")
-        if i % 2:
-            cases.append(_hide(f"copy-code-{i}", _copied_code, texts, tokenizer, context, rng))
-        else:
-            cases.append(_copied_tokens(f"copy-tokens-{i}", texts, tokenizer, context, rng))
+        hidden = _tokens(_copied_code(rng), tokenizer) if i % 2 else _copied_tokens(rng, len(tokenizer))
+        cases.append(_hide(f"copy-{'code' if i % 2 else 'tokens'}-{i}", hidden, texts, tokenizer, context, rng))
     return cases
 
 
-def _hide(
-    name: str,
-    make: Callable[[random.Random], _Hidden],
-    texts: dict[str, str],
-    tokenizer: Any,
-    context: int,
-    rng: random.Random,
-) -> Case:
-    hidden = make(rng)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    said = [encode(f"\n\n{sentence}\n\n") for sentence in hidden.said]
-    question, answer = encode(f"\n\n{hidden.question}"), encode(hidden.answer)
-    return _assemble(name, said, question, answer, texts, tokenizer, context, rng)
+def _tokens(words: Words, tokenizer: Any) -> _Hidden:
+    said, question, answer = words
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return _Hidden([encode(f"\n\n{each}\n\n") for each in said], encode(f"\n\n{question}"), encode(answer))
 
 
-def _copied_tokens(name: str, texts: dict[str, str], tokenizer: Any, context: int, rng: random.Random) -> Case:
-    vocab = len(tokenizer)
+def _copied_tokens(rng: random.Random, vocab: int) -> _Hidden:
     span = [rng.randrange(min(300, vocab // 2), vocab) for _ in range(64)]
-    return _assemble(name, [span], span[:24], span[24:], texts, tokenizer, context, rng)
+    return _Hidden([span], span[:24], span[24:])
 
 
-def _assemble(
-    name: str,
-    said: list[list[int]],
-    question: list[int],
-    answer: list[int],
-    texts: dict[str, str],
-    tokenizer: Any,
-    context: int,
-    rng: random.Random,
-) -> Case:
-    room = context - sum(len(part) for part in said) - len(question) - len(answer)
-    text = texts[rng.choice(sorted(texts))]
-    body = tokens_of(text, tokenizer, room, 0.02 + 0.7 * rng.random())
+def _hide(name: str, hidden: _Hidden, texts: dict[str, str], tokenizer: Any, context: int, rng: random.Random) -> Case:
+    """Hide something in one of the texts, and ask for it at the end."""
+    said, question, answer = hidden
+    room = context - sum(map(len, (*said, question, answer)))
+    body = tokens_of(texts[rng.choice(sorted(texts))], tokenizer, room, 0.02 + 0.7 * rng.random())
     depths = sorted((int((0.02 + 0.93 * rng.random()) * room) for _ in said), reverse=True)
     for depth, part in zip(depths, said, strict=True):
         body[depth:depth] = part
