@@ -19,7 +19,7 @@ from specahead.config.arguments import Parser
 from specahead.config.clock import clock
 from specahead.config.garbage import collect_seldom
 from specahead.config.version import running_version
-from specahead.lab.benchmarks import flags as bench
+from specahead.lab.benchmarks.flags import BENCHMARKS
 from specahead.lab.evaluation.flags import EVALUATIONS, add_calibrate_flags, add_evaluate_flags, add_sharing_flags
 from specahead.lab.evaluation.tasks.flags import add_acceptance_flags, add_tasks_flags
 from specahead.lab.plotting import check_plots
@@ -33,17 +33,6 @@ class Command(NamedTuple):
     help: str
 
 
-_BENCHMARKS = {
-    "stack": (bench.add_stack_flags, "what a round costs without models"),
-    "routing": (bench.add_routing_flags, "routing by cached prefixes"),
-    "codec": (bench.add_codec_flags, "sizes and times of announcements"),
-    "step": (bench.add_step_flags, "steps of target and draft on a GPU"),
-    "experts": (bench.add_experts_flags, "a mixture of experts on a GPU, by how it is cut"),
-    "ranks": (bench.add_ranks_flags, "steps of a target over one GPU and over several"),
-    "offload": (bench.add_offload_flags, "steps over KV that lies partly in host memory"),
-    "serve": (bench.add_serve_flags, "tokens per second of the services, random weights"),
-    "agents": (bench.add_agents_flags, "turns of agents at any OpenAI-style server"),
-}
 COMMANDS = {
     "serve": Command(add_launch_flags, "orchestrator.launch", "launch draft, target and the endpoints for clients"),
     "chat": Command(client.add_chat_flags, "specahead.cli.chat", "talk to the model of a running server"),
@@ -68,8 +57,8 @@ COMMANDS = {
         for task, about in EVALUATIONS.items()
     },
     **{
-        f"bench {what}": Command(declare, f"specahead.lab.benchmarks.{what}", about)
-        for what, (declare, about) in _BENCHMARKS.items()
+        f"bench {name}": Command(declare, f"specahead.lab.benchmarks.{name}", about)
+        for name, (declare, about) in BENCHMARKS.items()
     },
 }
 
