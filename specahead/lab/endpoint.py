@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LEAST_TOKEN = 10  # ids below are often special tokens
+WARM_UP_PROMPT, WARM_UP_TOKENS = 3000, 24  # tokens of the first requests, at which servers compile what they run
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from specahead import models
 from specahead.cli.main import main
 from specahead.engine.loading.tokenizer import load_tokenizer
 from specahead.lab.benchmarks import arrivals
-from specahead.lab.benchmarks.agents import Turn, row_of
-from specahead.lab.benchmarks.arrivals import Answered, load_of
+from specahead.lab.benchmarks.agents import row_of
+from specahead.lab.benchmarks.arrivals import load_of
+from specahead.lab.benchmarks.completions import Answered
 
 LOAD = ["--agents", "2", "3", "--turns", "3", "--context", "20", "30", "--added", "5", "--generated", "4"]
 
@@ -115,9 +116,9 @@ def test_prompts_may_be_pieces_of_texts(server: Server, tmp_path: Path) -> None:
 
 
 def test_figures_are_of_later_turns() -> None:
-    turns = [Turn(0, 10, 0.0, 3.0, 4.0), Turn(0, 10, 0.0, 1.0, 4.0)]
-    turns += [Turn(1, 10, 5.0, 5.1, 6.0), Turn(1, 20, 6.0, 6.3, 8.0)]
-    row = row_of(2, turns)
+    one = [Answered(0.0, 3.0, 4.0, 10), Answered(5.0, 5.1, 6.0, 10)]
+    other = [Answered(0.0, 1.0, 4.0, 10), Answered(6.0, 6.3, 8.0, 20)]
+    row = row_of([one, other])
     assert (row.agents, row.turns, row.tokens_a_second) == (2, 4, 10.0)
     assert row.first_token_p50 == pytest.approx(0.2) and row.first_token_p95 == pytest.approx(0.29)
     assert row.turn_p50 == pytest.approx(1.5) and row.opening_first_token_p50 == pytest.approx(2.0)

@@ -17,22 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from specahead.lab.benchmarks import arrivals
-from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
+from specahead.lab.benchmarks.completions import Answered, TokenSource, endpoint_of, plot_latency, warm_up
 from specahead.lab.endpoint import Endpoint
 from specahead.lab.results import Columns, describe_run, processor, text_table, write_json
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One request of an agent; times in seconds by time.perf_counter."""
-
-    turn: int
-    generated: int
-    """Tokens of the answer."""
-    sent: float
-    first: float
-    """When the first token came."""
-    ended: float
 
 
 @dataclass(frozen=True)
@@ -89,40 +76,40 @@ def measure(flags: argparse.Namespace) -> tuple[list[AgentsRow], bool]:
     for number, agents in enumerate(flags.agents):
         with ThreadPoolExecutor(agents) as pool:
             seeds = [(flags.seed, number, agent) for agent in range(agents)]
-            turns = [turn for each in pool.map(partial(_play, client, source, flags), seeds) for turn in each]
-        rows.append(row_of(agents, turns))
+            rows.append(row_of(list(pool.map(partial(_play, client, source, flags), seeds))))
     return rows, client.told_ids
 
 
-def _play(client: Endpoint, source: TokenSource, flags: argparse.Namespace, seed: tuple[int, int, int]) -> list[Turn]:
+def _play(
+    client: Endpoint, source: TokenSource, flags: argparse.Namespace, seed: tuple[int, int, int]
+) -> list[Answered]:
     """Run all turns of an agent, one after another."""
     random = np.random.default_rng(seed)
     least, most = flags.context
     tokens = source.draw(random, int(random.integers(least, most + 1)))
     turns = []
-    for turn in range(flags.turns):
+    for _ in range(flags.turns):
         sent = time.perf_counter()
         answer = client.generate(tokens, flags.generated)
-        turns.append(Turn(turn, len(answer.tokens), sent, answer.first, time.perf_counter()))
+        turns.append(Answered(sent, answer.first, time.perf_counter(), len(answer.tokens)))
         tokens += source.as_prompt(answer.tokens) + source.draw(random, flags.added)
         time.sleep(flags.pause)
     return turns
 
 
-def row_of(agents: int, turns: Sequence[Turn]) -> AgentsRow:
-    """Return what these turns come to."""
-    opening = [turn for turn in turns if turn.turn == 0]
-    later = [turn for turn in turns if turn.turn > 0]
-    seconds = max(turn.ended for turn in later) - min(turn.sent for turn in later)
-    firsts = [turn.first - turn.sent for turn in later]
+def row_of(plays: Sequence[Sequence[Answered]]) -> AgentsRow:
+    """Return what the turns of each agent come to."""
+    later = [turn for play in plays for turn in play[1:]]
+    seconds = max(turn.ended for turn in later) - min(turn.due for turn in later)
+    firsts = [turn.first - turn.due for turn in later]
     return AgentsRow(
-        agents=agents,
-        turns=len(turns),
+        agents=len(plays),
+        turns=sum(map(len, plays)),
         tokens_a_second=sum(turn.generated for turn in later) / seconds,
         first_token_p50=float(np.percentile(firsts, 50)),
         first_token_p95=float(np.percentile(firsts, 95)),
-        turn_p50=float(np.percentile([turn.ended - turn.sent for turn in later], 50)),
-        opening_first_token_p50=float(np.percentile([turn.first - turn.sent for turn in opening], 50)),
+        turn_p50=float(np.percentile([turn.ended - turn.due for turn in later], 50)),
+        opening_first_token_p50=float(np.percentile([play[0].first - play[0].due for play in plays], 50)),
     )
 
 

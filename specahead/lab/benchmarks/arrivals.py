@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specahead.lab.benchmarks.completions import TokenSource, endpoint_of, plot_latency, warm_up
+from specahead.lab.benchmarks.completions import Answered, TokenSource, endpoint_of, plot_latency, warm_up
 from specahead.lab.endpoint import Endpoint
 from specahead.lab.results import Columns, describe_run, live_head, live_line, processor, write_json
 
@@ -37,18 +37,6 @@ class Arrival:
     answer: int
     """Tokens of both."""
     temperature: float
-
-
-@dataclass(frozen=True)
-class Answered:
-    """A request as its client saw it; times in seconds by time.perf_counter."""
-
-    due: float
-    """When it was to be sent. What a late client adds counts as the server's."""
-    first: float
-    """When the first token came; 0: the server refused the request."""
-    ended: float
-    generated: int
 
 
 @dataclass(frozen=True)

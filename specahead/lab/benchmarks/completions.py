@@ -2,16 +2,28 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.endpoint import LEAST_TOKEN, Endpoint
+from specahead.lab.endpoint import LEAST_TOKEN, WARM_UP_PROMPT, WARM_UP_TOKENS, Endpoint
 from specahead.lab.plotting import make_figure, put_legend, save_figure
 
 _WARM_UP = (1, 4, 16)  # requests at once
-_WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request as its client saw it; times in seconds by time.perf_counter."""
+
+    due: float
+    """When it was to be sent. What a late client adds counts as the server's."""
+    first: float
+    """When the first token came; 0: the server refused the request."""
+    ended: float
+    generated: int
 
 
 def endpoint_of(flags: argparse.Namespace) -> Endpoint:
@@ -22,9 +34,9 @@ def endpoint_of(flags: argparse.Namespace) -> Endpoint:
 
 def warm_up(client: Endpoint, source: "TokenSource", seed: int, temperature: float = 0.0) -> None:
     """Let the server compile and capture what it does so at its first requests."""
-    tokens = source.draw(np.random.default_rng(seed + 1), _WARM_UP_PROMPT)
+    tokens = source.draw(np.random.default_rng(seed + 1), WARM_UP_PROMPT)
     for count in _WARM_UP:
-        client.generate_at_once([tokens[start:] for start in range(count)], _WARM_UP_TOKENS, temperature)
+        client.generate_at_once([tokens[start:] for start in range(count)], WARM_UP_TOKENS, temperature)
 
 
 class TokenSource:

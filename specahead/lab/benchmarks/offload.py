@@ -98,20 +98,16 @@ def _recorded() -> dict[str, ReadTrace]:
     return {trace.name: trace for trace in load_reads()}
 
 
-def selections(context: int, share: float, session: int) -> list[np.ndarray]:
-    """Return what a session reads, a bool [ROWS, blocks of the context] a round. Sessions differ in arrangement."""
-    trace = _recorded()[SHARES[share]].shifted(session)
-    return [trace.matrix(number, context // PAGE_SIZE) for number in range(trace.rounds)]
-
-
 def rounds_of(case: Case, share: float, device: torch.device) -> Tensor:
-    """Return what the sessions of a case read, as words of bits: int64 [rounds, batch, rows, words]."""
+    """Return what the sessions of a case read, as words of bits: int64 [rounds, batch, rows, words]. Sessions differ in
+    the arrangement of a trace."""
     if case.rows > ROWS:
         raise ValueError(f"{case.rows} KV heads in all layers; the recorded reads have {ROWS} rows")
     rows = (2 * np.arange(case.rows) + 1) * ROWS // (2 * case.rows)  # evenly spread
-    sessions = [selections(case.context, share, number) for number in range(case.batch)]
-    rounds = [[chosen[rows] for chosen in each] for each in zip(*sessions, strict=True)]
-    return pack_rounds(rounds, device)
+    trace, blocks = _recorded()[SHARES[share]], case.context // PAGE_SIZE
+    sessions = [trace.shifted(number) for number in range(case.batch)]
+    rounds = [[each.matrix(number, blocks)[rows] for each in sessions] for number in range(trace.rounds)]
+    return pack_rounds(np.array(rounds), device)
 
 
 # Measuring.
@@ -155,7 +151,10 @@ class Bench:
         step = Step(self.decoder, kv, case, next(iter(rounds.values()))[0], way)
         measured = {share: replay(step, words, self.flags.passes) for share, words in rounds.items()}
         del step, kv
-        _give_memory_back(device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         return measured
 
     def _fits(self, case: Case, hot: float) -> bool:
@@ -189,17 +188,6 @@ class Bench:
         )
 
 
-def _give_memory_back(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def store_bytes(case: Case) -> int:
-    return case.layer_bytes * min(STORED_LAYERS, case.shape.num_hidden_layers)
-
-
 def choose_cases(flags: argparse.Namespace, shape: Shape, dtype: torch.dtype) -> list[Case]:
     """Return the cases whose backing store fits the host's memory, and print the others. Raises ValueError for none."""
     room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -207,13 +195,12 @@ def choose_cases(flags: argparse.Namespace, shape: Shape, dtype: torch.dtype) ->
     for context in flags.contexts:
         for batch in flags.batches:
             case = Case(shape, batch, context, QUERIES, dtype, flags.kv_cache_dtype)
-            needed = store_bytes(case)
-            if needed <= room:
+            if case.store_bytes <= room:
                 cases.append(case)
             else:
                 print(
-                    f"skipped: {batch} x {context}: its store takes {needed / 2**30:.1f} GiB of the host's memory, "
-                    f"of which {room / 2**30:.1f} are free"
+                    f"skipped: {batch} x {context}: its store takes {case.store_bytes / 2**30:.1f} GiB of "
+                    f"the host's memory, of which {room / 2**30:.1f} are free"
                 )
     if not cases:
         raise ValueError("the host has no room for the backing store of any case")
@@ -244,7 +231,7 @@ def run(flags: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     cases = choose_cases(flags, shape, dtype)
-    stored = max(store_bytes(case) for case in cases)
+    stored = max(case.store_bytes for case in cases)
     print(f"page-locked host memory: {stored / 2**30:.2f} GiB", flush=True)
     with torch.inference_mode():
         bench = Bench(flags, cases, device)

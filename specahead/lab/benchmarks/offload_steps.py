@@ -83,6 +83,11 @@ class Case:
     def layer_bytes(self) -> int:
         return self.pages * self.shape.num_key_value_heads * self.page_bytes
 
+    @property
+    def store_bytes(self) -> int:
+        """What the backing store takes of the host's memory."""
+        return self.layer_bytes * min(STORED_LAYERS, self.shape.num_hidden_layers)
+
     def frames(self, hot: float) -> int:
         """Return the frames for a share of all pages, and at least for the pages that a step writes."""
         written = self.pages_each - self.context // PAGE_SIZE
@@ -256,15 +261,10 @@ def _input(case: Case, sequence: SequenceKV, words: np.ndarray) -> SequenceInput
     return SequenceInput(sequence, tokens, "all", read, drafted=drafted)
 
 
-def pack_rounds(rounds: list[list[np.ndarray]], device: torch.device) -> Tensor:
-    """Pack what sessions read in each round, bool [rows, blocks], into words of int64, the lowest bit first."""
-    packed = [np.stack([_pack(chosen) for chosen in sessions]) for sessions in rounds]
-    return torch.from_numpy(np.stack(packed)).to(device)
-
-
-def _pack(chosen: np.ndarray) -> np.ndarray:
-    padded = np.pad(chosen, ((0, 0), (0, -chosen.shape[1] % WORD)))
-    return np.packbits(padded, axis=1, bitorder="little").view("<i8")
+def pack_rounds(chosen: np.ndarray, device: torch.device) -> Tensor:
+    """Pack what sessions read, bool [rounds, batch, rows, blocks], into words of int64, the lowest bit first."""
+    padded = np.pad(chosen, [(0, 0)] * 3 + [(0, -chosen.shape[-1] % WORD)])
+    return torch.from_numpy(np.packbits(padded, axis=-1, bitorder="little").view("<i8")).to(device)
 
 
 class _Mark:

@@ -20,7 +20,7 @@ from specahead.engine.sampling.distributions import Sampling
 from specahead.lab.benchmarks.request_trace import BLOCK, TracedRequest, load_requests
 from specahead.lab.benchmarks.virtual_cluster import StepTimes, VirtualClock, VirtualTarget, attach_draft
 from specahead.lab.results import Columns, describe, describe_run, live_head, live_line, processor, write_json
-from specahead.wire.messages import Closed, Commit, Exactness, Open, Report, ServedEvent
+from specahead.wire.messages import Closed, Commit, Exactness, Open, ServedEvent
 
 _CHUNK = 8192  # prompt tokens of a step
 
@@ -90,7 +90,7 @@ class _Replay:
         limits = {"max_context": 1 << 17, "prefill_chunk": chunk}
         settings = TargetSettings(max_queued=1 << 20, draft_timeout=5.0, **limits)
         self.targets = {
-            view.name: VirtualTarget(self.clock, settings, pages, target_times, self._take, partial(self._report, view))
+            view.name: VirtualTarget(self.clock, settings, pages, target_times, self._take, view.take)
             for view in self.views
         }
         for _ in range(flags.drafts):
@@ -104,10 +104,6 @@ class _Replay:
             )
         for number, request in enumerate(requests):
             self.clock.call_in(request.at, partial(self._send, f"{number}", request))
-
-    @staticmethod
-    def _report(view: TargetView, report: Report) -> None:
-        view.take(report)
 
     def _send(self, name: str, request: TracedRequest) -> None:
         tokens = request.prompt(self._scale)

@@ -11,7 +11,6 @@ import itertools
 import math
 import os
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any
 
 import grpc
 
-from protos import inference_pb2, inference_pb2_grpc
+from protos import inference_pb2_grpc
 from specahead.lab.benchmarks.processes import children, free_addresses, launch_endpoints, port_of, wait_for_endpoints
+from specahead.lab.benchmarks.serving.clients import Stream, request_of
 from specahead.lab.results import Columns, describe, describe_run, processor, text_table, write_json
 from specahead.wire.options import OPTIONS
 
@@ -49,15 +49,6 @@ class StackRow:
     announced_bytes_a_round: float
     cpu_ms: dict[str, float]
     """CPU time of each process over the rounds of all sessions, prompts included."""
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """One session as its client saw it."""
-
-    times: list[float]
-    """When each message came, in seconds by time.perf_counter."""
-    summary: inference_pb2.SpeculationSummary
 
 
 def run(flags: argparse.Namespace) -> list[StackRow]:
@@ -145,21 +136,12 @@ def _cpu_seconds(pid: int) -> float:
     return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: int, exactness: str) -> _Stream:
+async def _stream(stub: inference_pb2_grpc.InferenceStub, index: int, tokens: int, exactness: str) -> Stream:
     """Run one session to its end; `index` makes its prompt its own."""
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=[(index + i) % 4000 for i in range(PROMPT_TOKENS)]),
-        max_tokens=tokens,
-        temperature=0,
-        exactness=f"EXACTNESS_{exactness.upper()}",
-        ignore_eos=True,
-    )
-    times: list[float] = []
-    summary = inference_pb2.SpeculationSummary()
+    request, stream = request_of([(index + i) % 4000 for i in range(PROMPT_TOKENS)], tokens, exactness), Stream()
     async for response in stub.Generate(request):
-        times.append(time.perf_counter())
-        summary = response.speculation
-    return _Stream(times, summary)
+        stream.take(response)
+    return stream
 
 
 @contextlib.contextmanager

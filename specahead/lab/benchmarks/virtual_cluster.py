@@ -24,7 +24,6 @@ from target_service.orphaned_sessions import OrphanedSessions
 from target_service.reporting import Reporter
 from target_service.session import DraftPeer
 from target_service.verifier import Verifier
-from target_service.verify_step import VerifyStep
 
 _WIRE_SECONDS = 0.0003  # of an event, between two services
 _BEAT_SECONDS = 1.0
@@ -110,7 +109,9 @@ class VirtualTarget:
         on_report: Callable[[Report], None],
     ) -> None:
         self.verifier = Verifier(ScriptedRunner(errs=False, pages=pages), scripted_plan(), settings)
-        self.service = Service(clock, self.verifier, lambda step: times.of(len(step.rounds), _read(step)))
+        self.service = Service(
+            clock, self.verifier, lambda step: times.of(len(step.rounds), sum(count for _, count in step.prompt_tokens))
+        )
         self._clock, self._on_report = clock, on_report
         self._emit = lambda event: clock.call_in(_WIRE_SECONDS, partial(on_event, event))
         prefixes = self.verifier.runner.kv.pool.prefixes
@@ -135,10 +136,6 @@ class VirtualTarget:
     def _beat(self) -> None:
         self._report()
         self._clock.call_in(_BEAT_SECONDS, self._beat)
-
-
-def _read(step: VerifyStep) -> int:
-    return sum(count for _, count in step.prompt_tokens)
 
 
 def attach_draft(

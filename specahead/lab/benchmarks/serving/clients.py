@@ -3,7 +3,8 @@
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import numpy as np
@@ -67,17 +68,34 @@ class Figures:
     wait: float
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """The answer to one request."""
+@dataclass
+class Stream:
+    """The answer to one request, as it comes; times in seconds by time.perf_counter."""
 
-    sent: float
+    sent: float = field(default_factory=time.perf_counter)
     """When the request was sent."""
-    times: list[float]
+    times: list[float] = field(default_factory=list)
     """When each message came."""
-    counts: list[int]
+    counts: list[int] = field(default_factory=list)
     """Tokens of each message."""
-    summary: inference_pb2.SpeculationSummary
+    summary: inference_pb2.SpeculationSummary = field(default_factory=inference_pb2.SpeculationSummary)
+
+    def take(self, response: inference_pb2.GenerateResponse) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(len(response.token_ids))
+        self.summary = response.speculation
+
+
+def request_of(prompt: list[int], tokens: int, exactness: str, **fields: Any) -> inference_pb2.GenerateRequest:
+    """Return the request of a greedy session that generates so many tokens. fields: more ones of the protocol."""
+    return inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        max_tokens=tokens,
+        temperature=0,
+        exactness=f"EXACTNESS_{exactness.upper()}",
+        ignore_eos=True,
+        **fields,
+    )
 
 
 def run_clients(address: str, load: Load) -> Figures:
@@ -98,28 +116,15 @@ def prompt_of(index: int, context: int) -> list[int]:
     return np.random.default_rng((index, context)).integers(10, 4000, context).tolist()
 
 
-def _stream(stub: inference_pb2_grpc.InferenceStub, load: Load, prompt: list[int], index: int) -> _Stream:
-    request = inference_pb2.GenerateRequest(
-        request_id=f"{load.name}/{index}",
-        token_ids=inference_pb2.TokenIds(ids=prompt),
-        max_tokens=load.tokens,
-        temperature=0,
-        seed=1000 * load.seed + index,
-        exactness=f"EXACTNESS_{load.exactness.upper()}",
-        ignore_eos=True,
-    )
-    sent = time.perf_counter()
-    times: list[float] = []
-    counts: list[int] = []
-    summary = inference_pb2.SpeculationSummary()
+def _stream(stub: inference_pb2_grpc.InferenceStub, load: Load, prompt: list[int], index: int) -> Stream:
+    named = {"request_id": f"{load.name}/{index}", "seed": 1000 * load.seed + index}
+    request, stream = request_of(prompt, load.tokens, load.exactness, **named), Stream()
     for response in stub.Generate(request, timeout=load.seconds):
-        times.append(time.perf_counter())
-        counts.append(len(response.token_ids))
-        summary = response.speculation
-    return _Stream(sent, times, counts, summary)
+        stream.take(response)
+    return stream
 
 
-def _figures(name: str, streams: list[_Stream]) -> Figures:
+def _figures(name: str, streams: list[Stream]) -> Figures:
     began = max(stream.times[min(SETTLED, len(stream.times)) - 1] for stream in streams)
     ended = min(stream.times[-1] for stream in streams)
     messages = [message for stream in streams for message in zip(stream.times, stream.counts, strict=True)]

@@ -14,13 +14,11 @@ from statistics import geometric_mean, mean
 from tqdm import tqdm
 
 from specahead.engine.loading.tokenizer import load_tokenizer
-from specahead.lab.endpoint import Endpoint, Streamed
+from specahead.lab.endpoint import WARM_UP_PROMPT, WARM_UP_TOKENS, Endpoint, Streamed
 from specahead.lab.evaluation.tasks.asking import Question, Way, make_sample, prompt_ids
 from specahead.lab.evaluation.tasks.command import settings_of
 from specahead.lab.evaluation.tasks.intervals import bootstrap_ratio
 from specahead.lab.results import align, write_json
-
-_WARM_UP_PROMPT, _WARM_UP_TOKENS = 3000, 24
 
 Prompt = list[int]
 
@@ -133,7 +131,7 @@ def _ask(server: Endpoint, prompts: Sequence[Prompt], count: int, way: Way, seed
 def _warm_up(servers: Sequence[Endpoint], prompts: Sequence[Prompt], ways: Sequence[Way], at_once: list[int]) -> None:
     """Let each server compile and capture what it does so at its first requests of each kind."""
     for server, way, count in product(servers, ways, at_once):
-        _ask(server, [prompt[-_WARM_UP_PROMPT:] for prompt in prompts[:count]], _WARM_UP_TOKENS, way)
+        _ask(server, [prompt[-WARM_UP_PROMPT:] for prompt in prompts[:count]], WARM_UP_TOKENS, way)
 
 
 def _measured(groups: Sequence[Sequence[Streamed]]) -> Measured:
