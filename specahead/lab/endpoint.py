@@ -1,5 +1,6 @@
 """Answers of a server with OpenAI's completions or chat completions. Knows nothing of what is asked."""
 
+import argparse
 import http.client
 import json
 import os
@@ -53,22 +54,20 @@ class Streamed:
 class Endpoint:
     """A server and the model that it is asked for. Raises ValueError for a refusal, OSError without an answer."""
 
-    def __init__(
-        self, url: str, model: str = "", api_key: str = "", timeout: float = 600, fields: dict[str, Any] | None = None
-    ) -> None:
-        """url: without /v1. model: empty: the first one that the server lists. timeout: seconds of a request. fields:
-        what all requests whose answers stream send beside their own fields.
+    def __init__(self, url: str, flags: argparse.Namespace, fields: dict[str, Any] | None = None) -> None:
+        """url: without /v1. flags: with --model, --api-key and --timeout. fields: what all requests whose answers
+        stream send beside their own fields.
         """
-        self.url, self._timeout, self._fields = url.rstrip("/"), timeout, fields or {}
+        self.url, self._timeout, self._fields = url.rstrip("/"), flags.timeout, fields or {}
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
-        key = api_key or os.environ.get("SPECAHEAD_API_KEY", "")
+        key = flags.api_key or os.environ.get("SPECAHEAD_API_KEY", "")
         self._headers = {"Content-Type": "application/json", "X-Return-Speculation": "1"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self.told_ids = True
         """Whether every answer that streamed came with its token ids; else other tokens stand for them."""
-        self.model = model or self._first_model()
+        self.model = flags.model or self._first_model()
 
     def _first_model(self) -> str:
         with self._open("/v1/models", None) as response:

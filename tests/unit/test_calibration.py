@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specahead import models
-from specahead.engine.loading.model import load_model, load_module
+from specahead.engine.loading.model import load_module
 from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.calibration.counting import calibrate
 from specahead.lab.evaluation.calibration.plans import to_plan
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, load_progress, save_progress
-from specahead.lab.evaluation.models import load_runner, output_projections
+from specahead.lab.evaluation.models import load_runner
 from specahead.models import DEMO_TEXT
 from tests.unit.tiny_models import save_mixture
 
@@ -30,24 +30,15 @@ def pair() -> tuple[ModelRunner, ModelRunner]:
 
 
 @pytest.fixture(scope="module")
-def projections() -> list[Tensor]:
-    return output_projections(load_model(str(models.TARGET), torch.float32, "cpu").decoder)
-
-
-@pytest.fixture(scope="module")
 def passages(tokenizer: Any) -> list[list[int]]:
     tokens = tokenizer.encode(DEMO_TEXT.read_text(encoding="utf-8"))
     return [tokens[:320], tokens[1000:1320]]
 
 
 def count(
-    pair: tuple[ModelRunner, ModelRunner],
-    texts: list[list[int]],
-    projections: list[Tensor],
-    sums: CalibrationSums | None = None,
-    **options: Any,
+    pair: tuple[ModelRunner, ModelRunner], texts: list[list[int]], sums: CalibrationSums | None = None, **options: Any
 ) -> CalibrationSums:
-    return calibrate(*pair, texts, SETTINGS, projections, 4, sums, **options)
+    return calibrate(*pair, texts, SETTINGS, sums, **options)
 
 
 def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
@@ -60,20 +51,15 @@ def whole_matrices(model: str, tokens: list[int], last: int) -> Tensor:
 
 @pytest.mark.parametrize("target_is", ["dense", "a mixture of experts"])
 def test_the_sums_are_those_of_whole_attention_matrices(
-    pair: tuple[ModelRunner, ModelRunner],
-    passages: list[list[int]],
-    projections: list[Tensor],
-    target_is: str,
-    tmp_path: Path,
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], target_is: str, tmp_path: Path
 ) -> None:
     model = str(models.TARGET)
     if target_is != "dense":
         save_mixture(tmp_path)
         model = str(tmp_path)
         pair = pair[0], load_runner(model, torch.float32, "cpu", 400)
-        projections = output_projections(load_model(model, torch.float32, "cpu").decoder)
     with torch.no_grad():
-        sums = count(pair, passages[:1], projections)
+        sums = count(pair, passages[:1])
         assert (sums.samples, sums.texts) == (2, 1)
         gram, cross = torch.zeros(16, 16), torch.zeros(16, 40)
         for last in (256, 320):
@@ -88,20 +74,20 @@ def test_the_sums_are_those_of_whole_attention_matrices(
 
 
 def test_a_stopped_calibration_goes_on(
-    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], projections: list[Tensor], tmp_path: Path
+    pair: tuple[ModelRunner, ModelRunner], passages: list[list[int]], tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.progress"
-    whole = count(pair, passages, projections, on_text=lambda sums: None)
+    whole = count(pair, passages, on_text=lambda sums: None)
 
     def stop(sums: CalibrationSums) -> None:
         save_progress(file, "this", sums)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        count(pair, passages, projections, on_text=stop)
+        count(pair, passages, on_text=stop)
     started = load_progress(file, "this")
     assert started.texts == 1
-    resumed = count(pair, passages, projections, started)
+    resumed = count(pair, passages, started)
     assert (resumed.samples, resumed.texts) == (whole.samples, whole.texts) == (4, 2)
     for name in ("gram", "cross", "target_square", "value_spread", "overlap", "similarity"):
         torch.testing.assert_close(getattr(resumed, name), getattr(whole, name))

@@ -5,8 +5,7 @@ against the one before, from a BlockSelection to bytes and back, and every resul
 """
 
 import argparse
-import time
-from collections.abc import Callable
+import timeit
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean, median
@@ -51,7 +50,7 @@ def run(flags: argparse.Namespace) -> None:
 def _measure(rounds: list[BlockSelection], repeats: int) -> CodecRow:
     """Encode and decode the rounds of a session."""
     sizes: list[int] = []
-    encoding: list[float] = []
+    encoding: list[float] = []  # seconds
     decoding: list[float] = []
     with no_garbage_collected():  # what is collected is not the codec's
         for i in range(FIRST_STEADY, len(rounds)):
@@ -62,27 +61,17 @@ def _measure(rounds: list[BlockSelection], repeats: int) -> CodecRow:
             if not np.array_equal(decode().words, selection.words):
                 raise AssertionError("what was decoded is not what was encoded")
             sizes.append(len(data))
-            encoding += _times(encode, repeats)
-            decoding += _times(decode, repeats)
+            encoding += timeit.repeat(encode, number=1, repeat=repeats)
+            decoding += timeit.repeat(decode, number=1, repeat=repeats)
     return CodecRow(
         heads=rounds[0].num_heads,
         blocks=rounds[0].num_blocks,
         first=len(encode_selection(rounds[0])),
         mean=fmean(sizes),
         most=max(sizes),
-        encode_ms=median(encoding),
-        decode_ms=median(decoding),
+        encode_ms=1e3 * median(encoding),
+        decode_ms=1e3 * median(decoding),
     )
-
-
-def _times(call: Callable[[], object], repeats: int) -> list[float]:
-    """Return how many milliseconds each call takes."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
 
 
 def _report(row: CodecRow) -> str:

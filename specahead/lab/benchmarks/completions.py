@@ -29,7 +29,7 @@ class Answered:
 def endpoint_of(flags: argparse.Namespace) -> Endpoint:
     """Return the server that a benchmark's flags name. Raises as Endpoint."""
     fields = {"exactness": flags.exactness} if flags.exactness else {}
-    return Endpoint(flags.url, flags.model, flags.api_key, flags.timeout, fields)
+    return Endpoint(flags.url, flags, fields)
 
 
 def warm_up(client: Endpoint, source: "TokenSource", seed: int, temperature: float = 0.0) -> None:

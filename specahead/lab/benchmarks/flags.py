@@ -29,17 +29,14 @@ def add_stack_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_routing_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench routing` takes."""
-    parser.add_argument(
-        "--trace", required=True, metavar="FILE", help="of requests, as Mooncake's: .jsonl or .jsonl.xz"
-    )
-    parser.add_argument("--requests", type=int, default=0, metavar="N", help="the first N of the trace; 0: all")
-    parser.add_argument("--targets", type=int, default=4)
-    parser.add_argument("--drafts", type=int, default=2)
-    parser.add_argument("--kv-tokens", type=int, default=800_000, metavar="N", help="KV room of each target")
-    parser.add_argument(
-        "--scale", type=int, default=8, metavar="N", help="by how much lengths are divided: 1, 2, 4, 8, 16 or 32"
-    )
-    parser.add_argument("--json", metavar="FILE")
+    add = parser.add_argument
+    add("--trace", required=True, metavar="FILE", help="of requests, as Mooncake's: .jsonl or .jsonl.xz")
+    add("--requests", type=int, default=0, metavar="N", help="the first N of the trace; 0: all")
+    add("--targets", type=int, default=4)
+    add("--drafts", type=int, default=2)
+    add("--kv-tokens", type=int, default=800_000, metavar="N", help="KV room of each target")
+    add("--scale", type=int, default=8, metavar="N", help="by how much lengths are divided: 1, 2, 4, 8, 16 or 32")
+    add("--json", metavar="FILE")
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
@@ -116,42 +113,34 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_services_flags(parser: argparse.ArgumentParser) -> None:
     """Declare how many services run the pair, where, and how they speculate."""
+    add = parser.add_argument
     overrides = "overrides of how services speculate, each with services of its own: '{\"gamma\": 4}' (default: none)"
-    parser.add_argument("--speculation", nargs="+", default=["{}"], metavar="JSON", help=overrides)
+    add("--speculation", nargs="+", default=["{}"], metavar="JSON", help=overrides)
     proposers = ["model", "self", "lookup", "auto", "none"]
-    parser.add_argument("--draft", default="model", choices=proposers, help="who proposes")
+    add("--draft", default="model", choices=proposers, help="who proposes")
     how = "together: each target runs the draft; apart: a draft service does"
-    parser.add_argument("--placement", default="together", choices=["together", "apart"], help=how)
-    parser.add_argument(
-        "--targets", type=int, default=0, metavar="N", help="default: as many as the GPUs hold if together, else 1"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, choices=[1, 2, 4, 8], metavar="N", help="GPUs of each target"
-    )
-    parser.add_argument(
-        "--gpus", type=int, nargs="+", help="devices of each service, targets first (default: all in order)"
-    )
+    add("--placement", default="together", choices=["together", "apart"], help=how)
+    add("--targets", type=int, default=0, metavar="N", help="default: as many as the GPUs hold if together, else 1")
+    add("--tensor-parallel-size", type=int, default=1, choices=[1, 2, 4, 8], metavar="N", help="GPUs of each target")
+    add("--gpus", type=int, nargs="+", help="devices of each service, targets first (default: all in order)")
     _add_quantization(parser)
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench serve` takes."""
+    add = parser.add_argument
     modes = ["none", "exact", "approximate"]
     _add_pair_flags(parser)
-    parser.add_argument(
-        "--shapes", nargs="*", default=["8x32K"], metavar="NxCONTEXT", help="sessions x prompt tokens; 8x32K, 4x102000"
-    )
-    parser.add_argument(
-        "--modes", nargs="+", default=modes, choices=modes, help="none: the target alone; else the sessions' exactness"
-    )
+    add("--shapes", nargs="*", default=["8x32K"], metavar="NxCONTEXT", help="sessions x prompt tokens; 8x32K, 4x102000")
+    add("--modes", nargs="+", default=modes, choices=modes, help="none: the target alone; else the sessions' exactness")
     _add_services_flags(parser)
     agents = "measure that many agents at once as well, by the load of bench agents"
-    parser.add_argument("--agents", type=int, nargs="*", default=[], metavar="N", help=agents)
+    add("--agents", type=int, nargs="*", default=[], metavar="N", help=agents)
     _add_arrivals(parser, "also requests at random, as in bench agents", 60)
-    parser.add_argument("--breakdown", action="store_true", help="say what a round waits for")
-    parser.add_argument("--flags", default="", metavar="FLAGS", help="more flags of all services, quoted")
-    parser.add_argument("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
-    parser.add_argument("--json", metavar="FILE", help="written after each row")
+    add("--breakdown", action="store_true", help="say what a round waits for")
+    add("--flags", default="", metavar="FLAGS", help="more flags of all services, quoted")
+    add("--part-limit", type=float, default=180, metavar="S", help="of each start and run")
+    add("--json", metavar="FILE", help="written after each row")
 
 
 def _add_arrivals(parser: argparse.ArgumentParser, help: str, requests: int) -> None:
@@ -161,33 +150,30 @@ def _add_arrivals(parser: argparse.ArgumentParser, help: str, requests: int) -> 
 
 def add_agents_flags(parser: argparse.ArgumentParser) -> None:
     """Declare what `bench agents` takes."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="an OpenAI-compatible server, without /v1")
-    parser.add_argument("--model", default="", help="default: the first one that the server lists")
-    parser.add_argument("--api-key", default="", metavar="KEY")
-    parser.add_argument("--exactness", default="", help="sent with each request, for servers that know it")
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="an OpenAI-compatible server, without /v1")
+    add("--model", default="", help="default: the first one that the server lists")
+    add("--api-key", default="", metavar="KEY")
+    add("--exactness", default="", help="sent with each request, for servers that know it")
     _add_several(parser, "--agents", [12], "at once; a row for each number")
     at_random = "in place of agents, requests that come at random, so many a second on average; a row for each rate"
     _add_arrivals(parser, at_random, 200)
-    parser.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="divides the lengths of --arrivals (prompts: 2K to 64K)"
-    )
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="requests of each, one after another")
+    add("--scale", type=float, default=1.0, metavar="X", help="divides the lengths of --arrivals (prompts: 2K to 64K)")
+    add("--turns", type=int, default=5, metavar="N", help="requests of each, one after another")
     sizes: dict[str, Any] = {"default": [12_000, 36_000], "metavar": ("LEAST", "MOST")}
-    parser.add_argument("--context", type=int, nargs=2, **sizes, help="tokens of first prompts")
-    parser.add_argument(
-        "--added", type=int, default=1500, metavar="N", help="new tokens a turn, beside the last answer"
-    )
-    parser.add_argument("--generated", type=int, default=200, metavar="N", help="tokens generated a turn")
-    parser.add_argument("--pause", type=float, default=0.3, metavar="S", help="between an agent's turns")
-    parser.add_argument("--vocabulary", type=int, default=4000, metavar="N", help="token ids are drawn below this")
-    parser.add_argument(
+    add("--context", type=int, nargs=2, **sizes, help="tokens of first prompts")
+    add("--added", type=int, default=1500, metavar="N", help="new tokens a turn, beside the last answer")
+    add("--generated", type=int, default=200, metavar="N", help="tokens generated a turn")
+    add("--pause", type=float, default=0.3, metavar="S", help="between an agent's turns")
+    add("--vocabulary", type=int, default=4000, metavar="N", help="token ids are drawn below this")
+    add(
         "--text", nargs="+", default=[], metavar="FILE", help="in place of drawn ids: prompts are pieces of these texts"
     )
-    parser.add_argument("--tokenizer", default="", metavar="MODEL", help="the served model's, for --text")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a request")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="PNG: latency over the load")
+    add("--tokenizer", default="", metavar="MODEL", help="the served model's, for --text")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=600, metavar="S", help="of a request")
+    add("--json", metavar="FILE")
+    add("--plot", metavar="FILE", help="PNG: latency over the load")
 
 
 BENCHMARKS = {

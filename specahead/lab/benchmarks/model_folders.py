@@ -17,6 +17,10 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
 }
+_AS_IN_CONFIG = (
+    *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
 
 
 def write_model(folder: Path, shape: Shape, vocab: int, context: int) -> None:
@@ -28,14 +32,8 @@ def write_model(folder: Path, shape: Shape, vocab: int, context: int) -> None:
     shutil.copytree(models.TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[shape.model_type]],
-        "model_type": shape.model_type,
+        **{name: getattr(shape, name) for name in _AS_IN_CONFIG},
         "vocab_size": vocab,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
         "max_position_embeddings": context,
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",

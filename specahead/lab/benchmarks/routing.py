@@ -93,15 +93,9 @@ class _Replay:
             view.name: VirtualTarget(self.clock, settings, pages, target_times, self._take, view.take)
             for view in self.views
         }
-        for _ in range(flags.drafts):
-            draft_pages = pages * flags.targets  # never the bottleneck
-            attach_draft(
-                self.clock,
-                [*self.targets.values()],
-                DraftSettings(max_sessions=512, **limits),
-                draft_pages,
-                draft_times,
-            )
+        targets, of_draft = [*self.targets.values()], DraftSettings(max_sessions=512, **limits)
+        for _ in range(flags.drafts):  # whose pages are never the bottleneck
+            attach_draft(self.clock, targets, of_draft, pages * flags.targets, draft_times)
         for number, request in enumerate(requests):
             self.clock.call_in(request.at, partial(self._send, f"{number}", request))
 

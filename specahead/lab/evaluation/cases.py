@@ -5,7 +5,6 @@ Perplexity cases are plain text; recall and copy cases hide something in a text 
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,11 +117,7 @@ def _copied_code(rng: random.Random) -> Words:
     return [f"def {names[0]}{body}"], f"def {names[0]}", body
 
 
-RECALL: dict[str, Callable[[random.Random], Words]] = {
-    "pass-key": _pass_key,
-    "named-keys": _named_keys,
-    "pairs": _pairs,
-}
+RECALL = {"pass-key": _pass_key, "named-keys": _named_keys, "pairs": _pairs}
 
 
 class _Hidden(NamedTuple):

@@ -82,16 +82,7 @@ def _evaluate_identity(flags: argparse.Namespace, plan: Plan) -> None:
 
 
 def _evaluate_self(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> None:
-    rows = self_drafting.run_study(
-        flags.target,
-        plan,
-        texts,
-        flags.context,
-        flags.passages,
-        flags.generated,
-        flags.gamma,
-        in_eight_bits=flags.draft_quantization == "fp8",
-    )
+    rows = self_drafting.run_study(flags, plan, texts)
     print(to_json(rows) if flags.json else text_table(self_drafting.COLUMNS, rows, left=1))
 
 

@@ -49,16 +49,11 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
     demo = " (default: the demo's text)" if task == "identity" else ""
     source.add_argument("--text", nargs="+", metavar="FILE", help=f"files, or ids of Hugging Face data sets{demo}")
     source.add_argument("--books", metavar="DIR", help=".txt files, those left out that the plan was calibrated on")
-    by_task = {"drafts": 3000, "identity": 1000}
-    parser.add_argument(
-        "--context", type=int, default=by_task.get(task, 4096), help="tokens of each case (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gamma",
-        type=int,
-        default={"drafts": 4, "identity": 4, "self": 8}.get(task, 3),
-        help="drafted tokens a round; γ + 1 are verified (default: %(default)s)",
-    )
+    context = {"drafts": 3000, "identity": 1000}.get(task, 4096)
+    parser.add_argument("--context", type=int, default=context, help="tokens of each case (default: %(default)s)")
+    gamma = {"drafts": 4, "identity": 4, "self": 8}.get(task, 3)
+    drafted = "drafted tokens a round; γ + 1 are verified (default: %(default)s)"
+    parser.add_argument("--gamma", type=int, default=gamma, help=drafted)
     if task in ("perplexity", "drafts", "self"):
         parser.add_argument("--passages", type=int, default=4 if task == "drafts" else 1, help="of each text")
     if task in ("recall", "copy", "drafts"):
@@ -81,12 +76,8 @@ def add_evaluate_flags(task: str, parser: argparse.ArgumentParser) -> None:
 
 def _add_method_flags(task: str, parser: argparse.ArgumentParser) -> None:
     """Declare what the tasks take that compare methods."""
-    parser.add_argument(
-        "--methods",
-        default="streaming,quest,ahead,oracle",
-        metavar="A,B",
-        help="also twilight, tidal, sts, specattn (default: %(default)s)",
-    )
+    compared, others = "streaming,quest,ahead,oracle", "also twilight, tidal, sts, specattn (default: %(default)s)"
+    parser.add_argument("--methods", default=compared, metavar="A,B", help=others)
     parser.add_argument("--budgets", default="0.06,0.12", metavar="X,Y", help="shares of the KV that are read")
     if task == "perplexity":
         parser.add_argument("--prefilled", type=int, help="tokens read densely (default: all but the last 512)")
@@ -108,8 +99,5 @@ def add_sharing_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passages", type=int, default=1, help="of each text")
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 1, 2, 4, 8], help="tokens that share a choice")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--intensity",
-        action="store_true",
-        help="measure nothing; print the operations for each byte that verifying --shared tokens reads, from sizes",
-    )
+    by_sizes = "measure nothing; print the operations for each byte that verifying --shared tokens reads, from sizes"
+    parser.add_argument("--intensity", action="store_true", help=by_sizes)

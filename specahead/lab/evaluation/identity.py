@@ -22,7 +22,6 @@ from specahead.engine.kv.pages import PAGE_SIZE, pages_for
 from specahead.engine.loading.model import LoadedModel, default_device, load_model
 from specahead.engine.loading.runner import make_runner
 from specahead.engine.sampling.distributions import Sampling
-from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.cases import tokens_of
 from specahead.lab.results import Columns, text_table
 from specahead.sparsity.plan import Plan
@@ -122,29 +121,19 @@ def compare(target: str, draft: str, plan: Plan, requests: Requests, hot: list[f
             progress.update()
             sizes = sorted((int(share * requests.pages(mix)) for share in hot), reverse=True)
             for frames in (*sizes, requests.least_frames(mix)):
-                yield _row(requests, mix, frames, wanted, *_generate(*models, plan, requests, mix, frames))
+                got, totals = _generate(*models, plan, requests, mix, frames)
+                yield IdentityRow(
+                    mix=mix,
+                    sessions=requests.sessions(mix),
+                    frames=frames,
+                    pages=requests.pages(mix),
+                    fetched=int(totals["kv_fetched_pages"]),
+                    staged=int(totals["kv_staged_pages"]),
+                    overflow=int(totals["kv_overflow_pages"]),
+                    tokens=sum(map(len, got.values())),
+                    difference=_first_difference(wanted, got),
+                )
                 progress.update()
-
-
-def _row(
-    requests: Requests,
-    mix: str,
-    frames: int,
-    wanted: dict[str, list[int]],
-    got: dict[str, list[int]],
-    totals: dict[str, float],
-) -> IdentityRow:
-    return IdentityRow(
-        mix=mix,
-        sessions=requests.sessions(mix),
-        frames=frames,
-        pages=requests.pages(mix),
-        fetched=int(totals["kv_fetched_pages"]),
-        staged=int(totals["kv_staged_pages"]),
-        overflow=int(totals["kv_overflow_pages"]),
-        tokens=sum(map(len, got.values())),
-        difference=_first_difference(wanted, got),
-    )
 
 
 def _first_difference(wanted: dict[str, list[int]], got: dict[str, list[int]]) -> str:
@@ -160,8 +149,17 @@ def _generate(
     target: LoadedModel, draft: LoadedModel, plan: Plan, requests: Requests, mix: str, frames: int | None
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
     """Return the tokens of each session, and the target's counters. frames: None: no tiers."""
+    pages = requests.pages(mix)
+    runner = make_runner(
+        target,
+        (frames or pages) * PAGE_SIZE,
+        backing_tokens=0 if frames is None else pages * PAGE_SIZE,
+        max_context=requests.longest,
+        step_queries=requests.gamma + 1,
+        deterministic=default_device() == "cuda",
+    )
     verifier = Verifier(
-        _open_target(target, requests, mix, frames),
+        runner,
         plan,
         TargetSettings(
             speculation=Speculation(gamma=requests.gamma, hold=0, audit_share=0.0),
@@ -171,7 +169,7 @@ def _generate(
             max_context=requests.longest,
         ),
     )
-    room = requests.pages(mix) * PAGE_SIZE + requests.sessions(mix) * (requests.gamma + 1 + PAGE_SIZE)
+    room = pages * PAGE_SIZE + requests.sessions(mix) * (requests.gamma + 1 + PAGE_SIZE)
     settings = DraftSettings(
         speculation=Speculation(gamma=requests.gamma), prefill_chunk=requests.chunk, max_context=requests.longest
     )
@@ -191,22 +189,6 @@ def _generate(
             openings.append(Open(name, prompt, *sizes, [], Sampling(temperature=0.0), exactness))
     take_turns(verifier, drafter, openings, emit)
     return tokens, verifier.totals
-
-
-def _open_target(model: LoadedModel, requests: Requests, mix: str, frames: int | None) -> ModelRunner:
-    pages = requests.pages(mix)
-    return make_runner(
-        model,
-        (frames or pages) * PAGE_SIZE,
-        backing_tokens=0 if frames is None else pages * PAGE_SIZE,
-        max_context=requests.longest,
-        step_queries=requests.gamma + 1,
-        deterministic=_is_deterministic(default_device()),
-    )
-
-
-def _is_deterministic(device: str) -> bool:
-    return device == "cuda"
 
 
 def take_turns(verifier: Verifier, drafter: Drafter, openings: list[Open], emit: Callable[[ServedEvent], None]) -> None:
@@ -254,5 +236,5 @@ COLUMNS: Columns[IdentityRow] = {
 def to_text(rows: list[IdentityRow]) -> str:
     """Return the table, below a line on how the engine ran."""
     device = default_device()
-    engine = ", deterministic engine" if _is_deterministic(device) else ""
+    engine = ", deterministic engine" if device == "cuda" else ""
     return f"float32 on {device}{engine}\n{text_table(COLUMNS, rows, left=1)}"

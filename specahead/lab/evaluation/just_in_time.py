@@ -5,7 +5,7 @@ remembers. Methods that follow the draft lie in `draft_guided`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,33 +68,27 @@ class LayerView:
 Choose = Callable[[LayerView], Tensor | None]
 
 
-@dataclass
 class JustInTime:
     """What one sequence reads by a rival: each layer chooses once its queries are known."""
 
-    plan: Plan
-    method: Choose
-    bounds: "KeyBounds" = field(default_factory=lambda: KeyBounds())
-    _rounds: Rounds = field(default_factory=lambda: Rounds(0, 0, 0))
-    _evidence: Tensor = field(default_factory=lambda: torch.empty(0))
-    _selections: list[Tensor] = field(default_factory=list)
+    def __init__(self, plan: Plan, method: Choose) -> None:
+        self._plan, self._method, self._bounds = plan, method, KeyBounds()
 
     def begin(self, rounds: Rounds, evidence: Tensor) -> None:
         """Prepare the pass of some rounds. evidence: as in LayerView."""
-        self._rounds, self._evidence, self._selections = rounds, evidence, []
+        self._rounds, self._evidence = rounds, evidence
+        self._selections: list[Tensor] = []
 
     def choose(self, layer: int, queries: Tensor, keys: SequenceKeys, scale: float) -> Tensor | None:
         """Return what the layer reads, bool [rounds, kv_heads, blocks] with mandatory blocks; None: everything.
 
         queries: [rounds * rows, heads, dim].
         """
-        view = LayerView(
-            layer, queries, keys, scale, self.plan, self._rounds, self._evidence, self.bounds, self._selections
-        )
-        chosen = self.method(view)
-        if chosen is None or layer in self.plan.dense_layers:
+        given = self._plan, self._rounds, self._evidence, self._bounds, self._selections
+        chosen = self._method(LayerView(layer, queries, keys, scale, *given))
+        if chosen is None or layer in self._plan.dense_layers:
             return None
-        return chosen | mandatory_of(self.plan, self._rounds, chosen.device)
+        return chosen | mandatory_of(self._plan, self._rounds, chosen.device)
 
 
 def streaming(view: LayerView) -> Tensor:

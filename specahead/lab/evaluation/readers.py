@@ -4,7 +4,7 @@ Several rounds run in one pass: the KV of a token is written by its own round's 
 run by `lab.evaluation.attending`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,25 +40,19 @@ def all_blocks(plan: Plan, rounds: Rounds, device: torch.device) -> Tensor:
     return there.repeat(1, plan.target_layers, plan.target_kv_heads, 1)
 
 
-@dataclass
 class LayerReader:
     """What one sequence reads by a rival. Call `read` before a pass and `finish` after it."""
 
-    rival: Rival
-    plan: Plan
-    _masks: dict[int, Tensor] = field(default_factory=dict)
-    """What layers read in the pass that runs; the others read everything."""
-    _rounds: Rounds = field(default_factory=lambda: Rounds(0, 0, 0))
-
-    def __post_init__(self) -> None:
-        self._selector = JustInTime(self.plan, self.rival.choose)
+    def __init__(self, rival: Rival, plan: Plan) -> None:
+        self._rival, self._plan, self._selector = rival, plan, JustInTime(plan, rival.choose)
 
     def read(self, rounds: Rounds, evidence: Tensor) -> None:
         """Prepare the pass of some rounds.
 
         evidence: the draft's mean weights in each round, [rounds, draft_layers, draft_heads, blocks or more].
         """
-        self._masks, self._rounds = {}, rounds
+        self._rounds = rounds
+        self._masks: dict[int, Tensor] = {}  # what layers read in the pass that runs; the others read everything
         self._selector.begin(rounds, evidence)
 
     def attend(self, runner: ModelRunner, item: SequenceInput) -> Attend:
@@ -75,7 +69,7 @@ class LayerReader:
                 self._masks[layer] = chosen
                 lengths, rows = list(rounds.lengths), rounds.rows
                 entries, counts = (each.unflatten(0, (rounds.count, -1)) for each in compact(chosen.flatten(0, 1)))
-                lists = BlockLists(entries, counts, self.plan.block_size)
+                lists = BlockLists(entries, counts, self._plan.block_size)
             tables = table.expand(len(lengths), -1).contiguous()
             starts = range(0, len(queries) + 1, rows)
             ends, begins = (torch.tensor(each, dtype=torch.int32, device=queries.device) for each in (lengths, starts))
@@ -86,11 +80,11 @@ class LayerReader:
 
     def finish(self) -> BlocksRead:
         """Return what the rounds of the pass read."""
-        plan, rounds = self.plan, self._rounds
+        plan, rounds = self._plan, self._rounds
         device = next((mask.device for mask in self._masks.values()), torch.device("cpu"))
         chosen = all_blocks(plan, rounds, device)
         for layer, mask in self._masks.items():
             chosen[:, layer] &= mask
         heads = len(plan.sparse_layers) * plan.target_kv_heads
         blocks = [plan.num_blocks(length) for length in rounds.lengths]
-        return BlocksRead(chosen, blocks, [self.rival.summaries(plan, base) * heads for base in rounds.bases])
+        return BlocksRead(chosen, blocks, [self._rival.summaries(plan, base) * heads for base in rounds.bases])

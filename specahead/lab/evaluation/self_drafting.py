@@ -4,6 +4,7 @@ Its drafting passes read the blocks that dense passes weighed most (`pillar`: Pi
 served), or the first and the newest tokens (`streaming`: MagicDec, arXiv 2408.11049, with the KV of StreamingLLM).
 """
 
+import argparse
 import itertools
 from dataclasses import dataclass, replace
 
@@ -57,23 +58,15 @@ class SelfRow:
         return replace(self, rounds=rounds, judged=counts[0], accepted=counts[1], read=read)
 
 
-def run_study(
-    target: str,
-    plan: Plan,
-    texts: dict[str, str],
-    context: int,
-    passages: int,
-    generated: int,
-    gamma: int,
-    in_eight_bits: bool = False,
-) -> list[SelfRow]:
-    """Return a row for each way, share and temperature. target: Hugging Face id or folder. generated: tokens behind
-    each passage of `context` tokens. in_eight_bits: how drafting passes read the weights. Raises ValueError for texts
+def run_study(flags: argparse.Namespace, plan: Plan, texts: dict[str, str]) -> list[SelfRow]:
+    """Return a row for each way, share and temperature, by the flags of `evaluate self`. Raises ValueError for texts
     that are too short.
     """
-    device, total = default_device(), context + generated + 2 * (gamma + 1)
-    cases = perplexity_cases(texts, load_tokenizer(target), context, context, passages)
-    runner = load_runner(target, resolve_dtype("auto", device, target), device, 2 * total + PAGE_SIZE, in_eight_bits)
+    device, context, gamma = default_device(), flags.context, flags.gamma
+    cases = perplexity_cases(texts, load_tokenizer(flags.target), context, context, flags.passages)
+    room, in_eight_bits = 2 * (context + flags.generated + 2 * (gamma + 1)), flags.draft_quantization == "fp8"
+    dtype = resolve_dtype("auto", device, flags.target)
+    runner = load_runner(flags.target, dtype, device, room + PAGE_SIZE, in_eight_bits)
     if plan.group_size:
         runner.kv.keep_group_means(plan.group_size, variance_limit=plan.variance_limit)
     rows: list[SelfRow] = []
@@ -82,7 +75,9 @@ def run_study(
         for way, temperature in itertools.product(WAYS, TEMPERATURES):
             row = SelfRow(way, context, share, temperature, gamma, 0, 0, 0, 0.0)
             for seed, case in enumerate(cases):
-                row = row.add(_go_on(runner, drafting, case.tokens, generated, Sampling(temperature, seed=seed), row))
+                row = row.add(
+                    _go_on(runner, drafting, case.tokens, flags.generated, Sampling(temperature, seed=seed), row)
+                )
             rows.append(row)
     return rows
 

@@ -19,13 +19,10 @@ def main() -> None:
     program = f"python -m specahead.lab.benchmarks.serving.service {side}"
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     add_flags(parser, side)
+    if side not in ("target", "draft"):
+        sys.exit(f"error: the first argument is target or draft, got {side!r}")
     try:
-        if side == "target":
-            _run_target(parser, arguments)
-        elif side == "draft":
-            _run_draft(parser, arguments)
-        else:
-            sys.exit(f"error: the first argument is target or draft, got {side!r}")
+        (_run_target if side == "target" else _run_draft)(parser, arguments)
     except SettingsError as error:
         sys.exit(f"error: {error}")
 

@@ -16,6 +16,7 @@ from specahead.engine.steps.model_runner import ModelRunner
 from specahead.kernels.kv_scales import values_by_token
 from specahead.lab.evaluation.attending import forward_weighing
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, CalibrationSums, count_sample
+from specahead.lab.evaluation.models import output_projections
 
 
 def calibrate(
@@ -23,21 +24,18 @@ def calibrate(
     target: ModelRunner,
     texts: list[list[int]],
     settings: CalibrationSettings,
-    projections: list[Tensor],
-    draft_heads: int,
     sums: CalibrationSums | None = None,
     on_text: Callable[[CalibrationSums], None] = lambda sums: None,
 ) -> CalibrationSums:
     """Count over texts (token ids), going on from `sums` if some are counted already.
 
-    projections: the target's output projection of each layer, [hidden, heads * dim]. draft_heads: query heads of the
-    draft. on_text is called after each text. Raises ValueError if no text is long enough for a sample.
+    on_text is called after each text. Raises ValueError if no text is long enough for a sample.
     """
-    sums = sums or CalibrationSums.zeros(draft, target, draft_heads)
+    sums = sums or CalibrationSums.zeros(draft, target)
     strides = sum(_usable(tokens, settings) // settings.stride for tokens in texts[sums.texts :])
     with tqdm(total=strides, desc="calibrating", unit="stride") as progress:
         for tokens in texts[sums.texts :]:
-            for draft_weights, target_weights in _samples(draft, target, tokens, settings, projections, sums):
+            for draft_weights, target_weights in _samples(draft, target, tokens, settings, sums):
                 progress.update()
                 if draft_weights is not None and target_weights is not None:
                     count_sample(sums, draft_weights, target_weights, settings)
@@ -53,12 +51,7 @@ def _usable(tokens: list[int], settings: CalibrationSettings) -> int:
 
 
 def _samples(
-    draft: ModelRunner,
-    target: ModelRunner,
-    tokens: list[int],
-    settings: CalibrationSettings,
-    projections: list[Tensor],
-    sums: CalibrationSums,
+    draft: ModelRunner, target: ModelRunner, tokens: list[int], settings: CalibrationSettings, sums: CalibrationSums
 ) -> Iterator[tuple[Tensor | None, Tensor | None]]:
     """For each stride, mean weights of draft heads [layers, heads, blocks] and KV heads; None where not sampled."""
     runners, sequences = (draft, target), (SequenceKV(), SequenceKV())
@@ -84,23 +77,19 @@ def _samples(
                 means[1] = means[1].unflatten(1, (target.kv.kv_heads, -1)).sum(2)
             yield means[0], means[1]
         if _usable(tokens, settings):
-            sums.value_spread += _value_spread(target, sequences[1], projections)
+            sums.value_spread += _value_spread(target, sequences[1])
     finally:
         for runner, sequence in zip(runners, sequences, strict=True):
             runner.kv.release(sequence)
 
 
-def _value_spread(target: ModelRunner, sequence: SequenceKV, projections: list[Tensor]) -> Tensor:
+def _value_spread(target: ModelRunner, sequence: SequenceKV) -> Tensor:
     """Mean length of what leaving a token out can change through each KV head: |W_o (v - v̄)|, [layers * kv_heads]."""
     spread = []
     pages = torch.tensor(sequence.pages)
-    for v_pages, projection in zip(target.kv.v_pages, projections, strict=True):
-        values = (
-            values_by_token(v_pages)[pages.to(v_pages.device)]
-            .transpose(0, 1)
-            .flatten(1, 2)[:, : sequence.length]
-            .float()
-        )
+    for v_pages, projection in zip(target.kv.v_pages, output_projections(target.decoder), strict=True):
+        by_page = values_by_token(v_pages)[pages.to(v_pages.device)]
+        values = by_page.transpose(0, 1).flatten(1, 2)[:, : sequence.length].float()
         values = values - values.mean(1, keepdim=True)
         by_head = projection.float().unflatten(1, (len(values), -1, values.shape[2]))  # [hidden, kv_heads, group, dim]
         moved = torch.einsum("knd,hkgd->kgnh", values, by_head)

@@ -16,7 +16,7 @@ from specahead.lab.evaluation.calibration.counting import calibrate
 from specahead.lab.evaluation.calibration.plans import to_plan
 from specahead.lab.evaluation.calibration.quality import quality_over_budget, room_of
 from specahead.lab.evaluation.calibration.sums import CalibrationSettings, load_progress, save_progress
-from specahead.lab.evaluation.models import load_runner, model_hash, output_projections
+from specahead.lab.evaluation.models import load_runner, model_hash
 from specahead.sparsity.plan import Plan
 
 
@@ -35,32 +35,7 @@ def calibrate_files(
     both = tqdm(rooms, desc="loading both models", unit="model", disable=None)
     draft_runner, target_runner = (load_runner(model, dtype, device, kv, max_context=longest) for model, kv in both)
     texts, text_hash = read_passages(files, load_tokenizer(target), passages, settings.context)
-    provenance = _provenance(draft, target, files, passages, text_hash)
-    task = json.dumps([provenance, asdict(settings)])
-    draft_heads = draft_runner.decoder.heads
-    sums = calibrate(
-        draft_runner,
-        target_runner,
-        texts,
-        settings,
-        output_projections(target_runner.decoder),
-        draft_heads,
-        load_progress(progress_file, task),
-        lambda counted: save_progress(progress_file, task, counted),
-    )
-    plan = to_plan(sums, draft_runner.kv.num_layers, draft_heads, target_runner.kv.kv_heads, settings)
-    plan.provenance.update(provenance)
-    quality = quality_over_budget(draft_runner, target_runner, plan, texts, settings.queries - 1)
-    plan.provenance["quality"] = quality
-    plan.provenance["divergence"] = next(row["total_variation"] for row in quality if row["budget"] == plan.budget)
-    plan.provenance["weight_tokens"] = round(target_runner.weight_tokens)
-    plan.provenance["longest"] = load_shape(target).max_position_embeddings
-    progress_file.unlink(missing_ok=True)
-    return plan
-
-
-def _provenance(draft: str, target: str, files: list[str], passages: int, text_hash: str) -> dict[str, Any]:
-    return {
+    provenance = {
         "target": Path(target).name,
         "target_hash": model_hash(target),
         "draft": Path(draft).name,
@@ -69,6 +44,24 @@ def _provenance(draft: str, target: str, files: list[str], passages: int, text_h
         "passages": passages,
         "text_hash": text_hash,
     }
+    task = json.dumps([provenance, asdict(settings)])
+    sums = calibrate(
+        draft_runner,
+        target_runner,
+        texts,
+        settings,
+        load_progress(progress_file, task),
+        lambda counted: save_progress(progress_file, task, counted),
+    )
+    plan = to_plan(sums, draft_runner.kv.num_layers, draft_runner.decoder.heads, target_runner.kv.kv_heads, settings)
+    plan.provenance.update(provenance)
+    quality = quality_over_budget(draft_runner, target_runner, plan, texts, settings.queries - 1)
+    plan.provenance["quality"] = quality
+    plan.provenance["divergence"] = next(row["total_variation"] for row in quality if row["budget"] == plan.budget)
+    plan.provenance["weight_tokens"] = round(target_runner.weight_tokens)
+    plan.provenance["longest"] = load_shape(target).max_position_embeddings
+    progress_file.unlink(missing_ok=True)
+    return plan
 
 
 def read_passages(files: list[str], tokenizer: Any, passages: int, context: int) -> tuple[list[list[int]], str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specahead.engine.steps.runner import Runner
+from specahead.engine.steps.model_runner import ModelRunner
 from specahead.lab.evaluation.most_alike import BUDGETS, layer_similarity, top_k_overlap
 from specahead.sparsity.plan import LEAST_TOKENS, Plan
 
@@ -60,8 +60,8 @@ class CalibrationSums:
     texts: int = 0
 
     @staticmethod
-    def zeros(draft: Runner, target: Runner, draft_heads: int) -> "CalibrationSums":
-        d, t = draft.kv.num_layers * draft_heads, target.kv.num_layers * target.kv.kv_heads
+    def zeros(draft: ModelRunner, target: ModelRunner) -> "CalibrationSums":
+        d, t = draft.kv.num_layers * draft.decoder.heads, target.kv.num_layers * target.kv.kv_heads
 
         def double(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64)

@@ -16,7 +16,6 @@ from specahead.lab.evaluation.tasks.samples import Haystack, Task
 from specahead.lab.plotting import make_figure, plain_ticks, put_legend, save_figure
 from specahead.lab.results import Columns, text_table
 
-Interval = tuple[float, float]
 RULER = tuple(ruler_tasks(NOISE, 4096))
 
 
@@ -31,7 +30,7 @@ class TaskRow:
     samples: int
     score: float
     """The mean, from 0 to 1."""
-    interval: Interval
+    interval: tuple[float, float]
     """Wilson's, 95 %."""
     kv_read: float | None
     """The mean share of the KV that verification read; None: the server does not say."""
@@ -43,7 +42,9 @@ def run(flags: argparse.Namespace) -> None:
     """Ask, print the table, and write the files that are named. Raises ValueError for flags that do not fit and for
     refused requests, OSError where the server does not answer."""
     ways = [Way(name) for name in flags.exactness or [""]]
-    records, answers = ask(flags, flags.url, questions_of(flags), ways, {})
+    texts = [Path(file).read_text(encoding="utf-8") for file in flags.text]
+    questions = choose_questions(flags, Haystack.of_text("\n".join(texts)) if texts else NOISE, {}, {})
+    records, answers = ask(flags, flags.url, questions, ways, {})
     rows = to_rows(records)
     answers.save({"settings": settings_of(flags), "rows": rows})
     print(text_table(COLUMNS, rows))
@@ -60,8 +61,7 @@ def ask(
     if flags.resume and not flags.json:
         raise ValueError("--resume goes on from the answers in a --json file: name one")
     answers = Answers(Path(flags.json) if flags.json else None, flags.resume)
-    endpoint = Endpoint(url, flags.model, flags.api_key, flags.timeout)
-    asker = Asker(endpoint, load_tokenizer(flags.tokenizer), flags.chat, flags.seed, answers)
+    asker = Asker(Endpoint(url, flags), load_tokenizer(flags.tokenizer), flags.chat, flags.seed, answers)
     return asker.ask_all(questions, ways, flags.concurrency, fields), answers
 
 
@@ -71,17 +71,11 @@ def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in kept}
 
 
-def questions_of(flags: argparse.Namespace) -> list[Question]:
-    """Return the questions of all contexts, tasks and samples. Raises ValueError for an unknown task."""
-    texts = [Path(file).read_text(encoding="utf-8") for file in flags.text]
-    return choose_questions(flags, Haystack.of_text("\n".join(texts)) if texts else NOISE, {}, {})
-
-
 def choose_questions(
     flags: argparse.Namespace, essay: Haystack, unjudged: dict[str, Task], more: dict[str, Task]
 ) -> list[Question]:
     """Return the questions of the tasks that are chosen among RULER's, the other ones and the `unjudged` ones, then of
-    `more` tasks, and of LongBench's files. Raises as questions_of."""
+    `more` tasks, and of LongBench's files. Raises ValueError for an unknown task."""
     questions = []
     lines = [task for file in flags.longbench for task in longbench_tasks(Path(file))][: flags.samples]
     for context in flags.contexts:

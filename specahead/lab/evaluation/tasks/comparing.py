@@ -66,7 +66,7 @@ def compare(flags: argparse.Namespace, questions: Sequence[Question], ways: Sequ
     _check(flags)
     if not questions:
         raise ValueError("--tasks and --text name nothing to ask")
-    servers = [Endpoint(url, flags.model, flags.api_key, flags.timeout) for url in flags.url]
+    servers = [Endpoint(url, flags) for url in flags.url]
     for server in servers:
         if server.model != servers[0].model:
             raise ValueError(

@@ -21,13 +21,8 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="rows and answers, written as they come")
     parser.add_argument("--resume", action="store_true", help="ask again for nothing that the --json file answers")
-    parser.add_argument(
-        "--exactness",
-        nargs="*",
-        default=["exact", "approximate"],
-        metavar="NAME",
-        help="compared with each other; without a name the field is not sent, for other servers",
-    )
+    compared = "compared with each other; without a name the field is not sent, for other servers"
+    parser.add_argument("--exactness", nargs="*", default=["exact", "approximate"], metavar="NAME", help=compared)
 
 
 def add_tasks_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +43,8 @@ def add_acceptance_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks", nargs="*", default=chosen, metavar="NAME", help=f"generated tasks (default: {' '.join(chosen)})"
     )
-    parser.add_argument(
-        "--text",
-        nargs="*",
-        metavar="FILE",
-        help="each a task to continue its passages (default: bundled prose and code)",
-    )
+    to_continue = "each a task to continue its passages (default: bundled prose and code)"
+    parser.add_argument("--text", nargs="*", metavar="FILE", help=to_continue)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], metavar="X")
     parser.add_argument("--generated", type=int, default=256, metavar="N", help="tokens of an answer at most")
     parser.add_argument("--plan", metavar="FILE", help="write what exact requests accept into this plan, as a prior")
