@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 _MOST_PENDING = 64  # tokens without text, after which their incomplete characters are shown as they are
+_MOST_BYTES = 4  # of a character
 _CONTEXT = 4  # tokens before, on which the text of a token may depend
 
 
@@ -22,7 +23,7 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._context: list[int] = []  # the last tokens whose text was passed on
         self._pending: list[int] = []  # the tokens after them
-        self.push(list(before[-_CONTEXT:]))  # whose text is shown already
+        self.push(self._end_of(before))  # whose text is shown already
 
     def push(self, tokens: list[int]) -> str:
         """Return the text that more tokens add. It does not depend on how they are cut into pushes."""
@@ -47,6 +48,18 @@ class Detokenizer:
             self._context = self._pending[-_CONTEXT:]
         self._pending, self._stream = [], DecodeStream(self._context, self._skip)
         return text
+
+    def _end_of(self, before: Sequence[int]) -> list[int]:
+        """Return the last tokens of a text, from one on with which a character begins; none if there is no such token.
+
+        Where bytes are tokens, decoders show a part of a character and all bytes behind it as replacement characters.
+        """
+        for count in range(_CONTEXT, _CONTEXT + _MOST_BYTES):
+            last = list(before[-count:])
+            beginnings = (self._decode(last[:size]) for size in range(1, _MOST_BYTES + 1))
+            if count >= len(before) or any("\ufffd" not in text for text in beginnings):
+                return last
+        return []
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)

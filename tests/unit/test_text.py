@@ -115,6 +115,15 @@ def test_an_answer_keeps_the_space_before_its_first_word(byte_fallback: Any, tok
         assert Detokenizer(tokenizer, before=before).push(rest) == "🙂"
 
 
+@pytest.mark.parametrize("before", ["北京", "é北", "🙂🙂", "a🙂北"])
+def test_an_answer_behind_characters_of_several_bytes_is_readable(byte_fallback: Any, before: str) -> None:
+    """Decoders show a run of bytes that begins within a character as replacement characters."""
+    prompt, (first, *rest) = list(before.encode()), list("é".encode())
+    assert Detokenizer(byte_fallback, before=prompt).push([260, first, *rest]) == " theé"
+    assert Detokenizer(byte_fallback, before=prompt).push([first, *rest, 258]) == "é a"
+    assert Detokenizer(byte_fallback, before=[*prompt, first]).push([*rest, 258]) == "é a"
+
+
 # Stop strings
 
 
