@@ -121,7 +121,8 @@ class GuardedHttp:
                 self._enter(scope, headers, entered)
             except ServiceError as error:
                 self.frontend.observer.report(error, request=name)
-                while (await receive()).get("more_body"):  # a client may read an answer only after sending all
+                # A client may read an answer only after sending all, but nobody waits for a body that is too long.
+                while not isinstance(error, TooLarge) and (await receive()).get("more_body"):
                     pass
                 response = error_answer(scope["path"], error, error.http_code)
                 return await response(scope, receive, send)

@@ -161,6 +161,13 @@ async def test_a_body_beyond_the_context_is_refused_unread(tokenizer: Any) -> No
         assert await ask(address, prompt=[1] * (LIMITS.max_context - 4)) == 200
 
 
+async def test_the_refusal_of_a_long_body_waits_for_none_of_it(tokenizer: Any) -> None:
+    head = HEAD.replace(b"Content-Length: 100", b"Content-Length: 100000000")
+    async with running_gateway(ScriptedRouter(tokenizer)) as address, connected(address, head) as reader:
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).split()[1] == b"413"
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_the_refusal_of_a_long_body_has_the_form_of_its_api(tokenizer: Any, path: str) -> None:
     body = {"messages": [{"role": "user", "content": "a" * 300_000}], "max_tokens": 5}
