@@ -40,9 +40,9 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _flags_in(args: Iterable[str]) -> Iterator[str]:
-        """Yield the long flags. An argument with a space is a value."""
+        """Yield the long flags. One with a space is a value, such as the flags of a service that a benchmark starts."""
         before_end = takewhile(lambda each: each != "--", args)
-        return (each for each in before_end if each.startswith("--") and " " not in each.partition("=")[0])
+        return (each for each in before_end if each.startswith("--") and " " not in each)
 
     def _knows(self, flag: str) -> bool:
         """Return whether a flag is known, also by its beginning."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specahead.cli.main import main
+from specahead.cli.main import main, make_parser
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["bench", "nonsense"], ["evaluate", "copy", "--nonsense"], ["key"],
@@ -33,6 +33,11 @@ def test_a_typo_is_answered_with_what_was_meant(
         main(arguments)
     usage, error = capsys.readouterr().err.splitlines()
     assert program in usage and words in error
+
+
+def test_flags_for_a_service_are_a_value() -> None:
+    of_services = '--logging={"level": "debug"}'
+    assert make_parser().parse_args(["bench", "serve", "--flags", of_services]).flags == of_services
 
 
 @pytest.mark.parametrize("command", [["chat"], ["status"], ["generate", "--prompt", "x"]])
