@@ -152,21 +152,27 @@ class Deployment:
             time.sleep(0.2)
         note(f"ready for all kinds of steps {time.monotonic() - began:.1f} s later")
 
-    def _status(self, name: str) -> ServiceStatus:
-        return asyncio.run(ControlLine(name, Directory(self._addresses), PeerAccess()).status())
+    def _status(self, name: str) -> ServiceStatus | None:
+        """Return the status of a service, None while it is too busy to answer, as while it prepares steps."""
+        try:
+            return asyncio.run(ControlLine(name, Directory(self._addresses), PeerAccess()).status())
+        except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                return None
+            raise
 
     def _is_prepared(self, name: str) -> bool:
-        try:
-            return not self._status(name).gauges["unprepared_steps"]
-        except grpc.aio.AioRpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:  # it is busy with them
-                return False
-            raise
+        status = self._status(name)
+        return status is not None and not status.gauges["unprepared_steps"]
+
+    def _is_attached(self, name: str) -> bool:
+        status = self._status(name)
+        return status is None or bool(status.attached)
 
     def attach_draft(self, attached: bool) -> None:
         """Let the draft draft from the next session on, or no longer."""
         self._attached.touch() if attached else self._attached.unlink(missing_ok=True)
-        while not attached and "draft" in self._addresses and self._status("draft").attached:
+        while not attached and "draft" in self._addresses and self._is_attached("draft"):
             time.sleep(0.05)
 
     def timeline(self, name: str) -> Path:
