@@ -74,17 +74,20 @@ class Committer:
                 self._finish_round(item, output, seen, rows.get(id(item.session), 0), settles)
         self._ended.append((step, seen))
         if settles:
-            self.settle()
+            self.settle(queued)
 
-    def settle(self) -> None:
+    def settle(self, running: VerifyStep | None) -> None:
         """Do what can wait until the next step runs: tell the sessions' owners what was committed since the last call,
         take note of it, and let the policy choose.
+
+        running: the step that runs, if one does. Whether its sessions go alone is decided when their rounds end.
         """
         unsettled, self._unsettled = self._unsettled, []
+        taking_part = {session.id for session in (running.sessions if running is not None else ())}
         for committed in unsettled:
             session = committed.item.session
             self._settle(committed)
-            if self._admission.is_open(session) and session.goes_alone:
+            if self._admission.is_open(session) and session.goes_alone and session.id not in taking_part:
                 self._protocol.end(session)
         ended, self._ended = self._ended, []
         for step, seen in ended:
@@ -126,7 +129,8 @@ class Committer:
         if session.kv_is_dense and not self._runner.deterministic:
             self._kv.index_prefix(session.kv, session.tokens)
         committed = _Committed(item, commit, told, seen, output.alternative is not None)
-        if settles or commit.finish_reason is not FinishReason.NONE:  # who ends hears of it while there is a session
+        # Who ends hears of it while there is a session; who goes alone next proposes what follows its newest tokens.
+        if settles or commit.finish_reason is not FinishReason.NONE or session.goes_alone:
             self._settle(committed)
         else:
             self._unsettled.append(committed)

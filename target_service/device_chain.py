@@ -152,7 +152,8 @@ def plan_judging_step(
     known = {session.id: session.look_up(most) for session in beside_them}
     longest = max(each.gamma for each in ours.values())
     narrow = all(len(tokens) <= longest for tokens in known.values())  # wider steps have no room for alternatives
-    confirms = how_to_confirm((session, ours[session.id].gamma) for session in sessions if session.id in ours)
+    counts = dict.fromkeys(known, 0) | {name: each.gamma for name, each in ours.items()}  # guesses count as plain
+    confirms = how_to_confirm((session, counts[session.id]) for session in sessions if session.id in counts)
     for session in sessions:
         drafted = ours.get(session.id)
         if drafted is not None:
@@ -168,7 +169,7 @@ def plan_judging_step(
                 item.input.read = session.reading.reader.read(nothing, base, base - 1 + item.input.rows)
             step.rounds.append(item)
         elif session.id in known:
-            step.rounds.append(plan_round(session, None, known[session.id], now))
+            step.rounds.append(plan_round(session, None, known[session.id], now, confirms))
     if light:
         screen_lightly(step.rounds)
     alike = len({item.input.read is None for item in step.rounds}) == 1  # they run in one pass

@@ -297,7 +297,7 @@ class Verifier:
         """Do what can wait until the next step runs, of all that was committed: tell the sessions' owners, and let the
         policy choose.
         """
-        self._committer.settle()
+        self._committer.settle(self.under_way)
 
     def fail_step(self, step: VerifyStep, error: Exception) -> bool:
         """End the sessions of a step that raised `error` with INTERNAL; returns True, since the others can continue."""

@@ -11,8 +11,10 @@ import pytest
 
 from specahead.lab.benchmarks.scripted import VOCAB
 from specahead.wire.messages import Exactness
+from target_service.device_chain import DraftedRound
 from target_service.policy.lookup import FirstGuess, PromptLookup
 from target_service.verifier import Verifier
+from target_service.verify_step import VerifyRound, VerifyStep
 from tests.unit import timed_models
 from tests.unit.clock import Clock
 from tests.unit.timed_models import TARGET, Timed, TimedPair, TimedTarget
@@ -72,29 +74,41 @@ def test_a_session_alone_waits_for_its_draft_behind_what_lookup_brought(
     assert counted["lookup_rounds"] > 10 and counted["plain_rounds"] <= 2
 
 
-@pytest.mark.parametrize("sessions", [4, 8])
+@pytest.mark.parametrize(("sessions", "hold"), [(4, None), (8, 0)])
 def test_what_lookup_brings_some_sessions_holds_up_no_others(
-    every_clock: Clock, monkeypatch: pytest.MonkeyPatch, sessions: int
+    every_clock: Clock, monkeypatch: pytest.MonkeyPatch, sessions: int, hold: int | None
 ) -> None:
     """Steps that judge the others' rounds are launched as before, and a session that was looked up for is drafted for
-    again in the next round but one.
+    again in the next round but one. What it proposes is what follows its newest tokens.
     """
     monkeypatch.setattr(timed_models, "HOST", (0.0003, 1.5e-4))
+    plan, beside = Verifier.plan_chained_step, list[VerifyRound]()
+
+    def plan_and_note(verifier: Verifier, rounds: dict[str, DraftedRound]) -> VerifyStep | None:
+        step = plan(verifier, rounds)
+        for item in step.rounds if step is not None else ():
+            if item.input.draft_row is None:
+                assert item.proposed[:1] in ([], [len(item.session.tokens) % VOCAB])
+                beside.append(item)
+        return step
+
+    monkeypatch.setattr(Verifier, "plan_chained_step", plan_and_note)
     rates = []
-    for every in (0, 7):
+    for copied in (0, 40):  # tokens of each 200
 
         def guess(
-            guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int, alone: bool, n: int = every
+            guess: FirstGuess, _: PromptLookup, text: Sequence[int], room: int, alone: bool, n: int = copied
         ) -> None:
-            guess.tokens = [1] * min(15, room) if n and len(text) * 7919 % 101 % n == 0 else []
+            guess.tokens = [len(text) % VOCAB] * min(15, room) if (len(text) + text[0]) % 200 < n else []
 
         monkeypatch.setattr(FirstGuess, "guess", guess)
-        served = TimedTarget(every_clock, sessions, 8192, 0.8, lookup=True)
+        served = TimedTarget(every_clock, sessions, 8192, 0.8, lookup=True, hold=hold)
         rates.append(gains(served, sessions, 8192, [EXACT])[-1])
         counted = served.verifier.counters
         assert counted["plain_rounds"] < 0.1 * counted["rounds"]
         assert counted["steps_chained_to_rounds"] > 0.1 * counted["rounds"]
-        assert bool(counted["lookup_rounds"]) == bool(every)
+        looked_up = sum(bool(item.proposed) for item in beside)
+        assert looked_up > counted["lookup_rounds"] / 2 if copied else not counted["lookup_rounds"]
     assert rates[1] > 0.85 * rates[0]
 
 
