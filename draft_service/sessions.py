@@ -21,10 +21,10 @@ from specahead.wire.messages import At, Begin, DraftEvent, Verdict
 from specahead.wire.selection_codec import NamedSelection, Reference
 
 _RETRY = 16  # rounds between two trials of overlap where outcomes are seldom met
-_FEW_ROUNDS = 2  # whose tokens may be unread before a session counts as reading its prompt
-# Tokens that may be after the session's first round: what it lacks that went without a draft for some rounds, and whose
-# last page of KV was given back.
-_CATCHING_UP = 64
+# A session reads its prompt while it lacks the KV of more tokens than a few rounds commit. Once it has had a round, it
+# may lack more: those of rounds that went without a draft, and those of the page that was given back then.
+_FEW_ROUNDS = 2
+_CATCHING_UP = 64  # tokens
 _NEWEST = 1 / 8  # weight of the newest verdict in running means
 
 
@@ -199,7 +199,7 @@ class DraftSession:
 
     @property
     def is_reading(self) -> bool:
-        """Whether it has more to read before it drafts than a few rounds commit: its prompt, as a rule."""
+        """Whether it has so much to read before it drafts that this is done apart: its prompt, as a rule."""
         few = _CATCHING_UP if self.at.round else _FEW_ROUNDS * (self.terms.most_gamma + 1)
         return len(self.tokens) - self.kv.length > few
 

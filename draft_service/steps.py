@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -158,10 +157,10 @@ def _plan_overlap(session: DraftSession, plan: Plan, gamma: int, most: int) -> P
         branches.append(Branch(length, token, _draws(session, length + 1, gamma + 1)))
     base = 1 + min(branch.length for branch in branches)
     starts = [[*session.tokens[session.committed : branch.length], branch.token] for branch in branches]
-    how: dict[str, Any] = {"rules": session.rules_after(branches), "starts": starts}
-    if len(branches) == 1:  # it follows all tokens
-        return _planned(session, plan, gamma, base, [branches[0].token], True, **how)
-    return _planned(session, plan, gamma, base, [], True, branches=tuple(branches), **how)
+    alone = len(branches) == 1  # it follows all tokens
+    tokens, apart = ([branches[0].token], ()) if alone else ([], tuple(branches))
+    rules = session.rules_after(branches)
+    return _planned(session, plan, gamma, base, tokens, True, rules=rules, starts=starts, branches=apart)
 
 
 def _planned(

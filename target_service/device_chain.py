@@ -19,6 +19,7 @@ from specahead.sparsity.selection import BlockSelection
 from specahead.wire.messages import At
 from target_service.confirming import how_to_confirm, screen_lightly
 from target_service.planned_round import plan_round
+from target_service.screening import Confirms
 from target_service.self_drafting import SelfDrafting
 from target_service.session import TargetSession
 from target_service.verify_step import VerifyRound, VerifyStep
@@ -144,36 +145,52 @@ def plan_judging_step(
         for session in sessions
         if session.id in rounds and _is_for(session, rounds[session.id].at)
     }
-    if not ours:
+    if not ours or any(_needs_the_host(each, ours[each.id]) for each in sessions if each.id in ours):
         return None
     beside_them = [session for session in sessions if session.id not in ours and not waits(session)]
-    if not all(_may_run_beside(session) for session in beside_them):
+    if not all(map(_may_run_beside, beside_them)):
         return None
     known = {session.id: session.look_up(most) for session in beside_them}
     longest = max(each.gamma for each in ours.values())
-    narrow = all(len(tokens) <= longest for tokens in known.values())  # wider steps have no room for alternatives
+    if any(len(tokens) > longest for tokens in known.values()):
+        beside = _no_alternatives  # wider steps have no room for them
     counts = dict.fromkeys(known, 0) | {name: each.gamma for name, each in ours.items()}  # guesses count as plain
-    confirms = how_to_confirm((session, counts[session.id]) for session in sessions if session.id in counts)
-    for session in sessions:
-        drafted = ours.get(session.id)
-        if drafted is not None:
-            if _needs_the_host(session, drafted):
-                return None
-            item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
-            item.input.draft_row = drafted.row
-            if not item.held and narrow:
-                item.input.alternatives = beside(drafted.gamma)
-            if session.reading.reader is not None and session.reading.is_announced and drafted.announces:
-                base = len(session.tokens)
-                nothing = BlockSelection.of_nothing(session.reading.reader.announced_rows, plan.num_blocks(base))
-                item.input.read = session.reading.reader.read(nothing, base, base - 1 + item.input.rows)
-            step.rounds.append(item)
-        elif session.id in known:
+    taking_part = [session for session in sessions if session.id in counts]
+    confirms = how_to_confirm((session, counts[session.id]) for session in taking_part)
+    for session in taking_part:
+        if session.id in known:
             step.rounds.append(plan_round(session, None, known[session.id], now, confirms))
+        else:
+            step.rounds.append(_plan_drafted(session, ours[session.id], plan, beside, now, confirms))
     if light:
         screen_lightly(step.rounds)
     alike = len({item.input.read is None for item in step.rounds}) == 1  # they run in one pass
     return step if alike else None
+
+
+def _plan_drafted(
+    session: TargetSession,
+    drafted: DraftedRound,
+    plan: Plan,
+    beside: Callable[[int], int],
+    now: float,
+    confirms: Confirms,
+) -> VerifyRound:
+    """Return the part in a step of a session whose round is being drafted."""
+    item = plan_round(session, None, [0] * drafted.gamma, now, confirms)
+    item.input.draft_row = drafted.row
+    if not item.held:
+        item.input.alternatives = beside(drafted.gamma)
+    reader = session.reading.reader
+    if reader is not None and session.reading.is_announced and drafted.announces:
+        base = len(session.tokens)
+        nothing = BlockSelection.of_nothing(reader.announced_rows, plan.num_blocks(base))
+        item.input.read = reader.read(nothing, base, base - 1 + item.input.rows)
+    return item
+
+
+def _no_alternatives(gamma: int) -> int:
+    return 0
 
 
 def _may_run_beside(session: TargetSession) -> bool:

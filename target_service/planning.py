@@ -68,12 +68,9 @@ class StepPlanner:
         """Return the step to launch after rounds that are being drafted, by session; None if there can be none."""
         if any(self._auditor.is_due(session) and session.announces for session in sessions):
             return None  # the host launches both passes of an audited round
-        beside, light, most = (
-            self._runner.alternatives_beside,
-            self._settings.screens_lightly,
-            self._settings.most_drafted,
-        )
-        return plan_judging_step(sessions, rounds, self._plan, partial(self.waits, now=now), beside, light, most, now)
+        beside, settings, waits = self._runner.alternatives_beside, self._settings, partial(self.waits, now=now)
+        light, most = settings.screens_lightly, settings.most_drafted
+        return plan_judging_step(sessions, rounds, self._plan, waits, beside, light, most, now)
 
     def waits(self, session: TargetSession, now: float) -> bool:
         """Return whether a session has no part in a step at the time `now`: it waits for its grammar, or for its draft.

@@ -30,6 +30,7 @@ class DraftProtocol:
     def attach(self, peer: DraftPeer) -> None:
         """Attach a draft; it drafts for all sessions that have none."""
         self.drafts.append(peer)
+        self._counters["drafts_attached"] += 1
         for session in self._sessions.values():
             self.assign(session)
 
